@@ -24,16 +24,24 @@ NAMED = re.compile(
 it. What is on neither list (ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY, OMP_NUM_THREADS, PYTHONMALLOC) stays outside."""
 INSTALLER = re.compile(
     r"PIP_(INDEX_URL|EXTRA_INDEX_URL|NO_INDEX|FIND_LINKS|TRUSTED_HOST|CERT|CLIENT_CERT|PROXY|TIMEOUT|DEFAULT_TIMEOUT|"
-    r"RETRIES|CACHE_DIR|NO_CACHE_DIR|CONFIG_FILE|KEYRING_PROVIDER)|GIT_(?!DIR|WORK_TREE|INDEX_FILE)\w+|SSH_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|"
-    r"CURL_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS"
+    r"RETRIES|CACHE_DIR|NO_CACHE_DIR|CONFIG_FILE|KEYRING_PROVIDER)|GIT_(?!DIR|WORK_TREE|INDEX_FILE)\w+|SSH_\w+|"
+    r"SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS"
 )
 """What pip and git need beside the first list: where packages come from, and how the network is reached."""
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+COMPUTES = re.compile(
+    r"lib(gomp|iomp|omp|mkl|openblas|blas|lapack|cu(?!rl)|nv|nccl|tcmalloc|jemalloc|mimalloc|torch|stdc)\S*\.so\S*"
+)
+"""Libraries that a time depends on. A folder with none of them, of a Python for instance, changes no time."""
 
 
-def named(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def named() -> dict[str, str]:
     """Return the variables that a record names."""
-    return {k: v for k, v in sorted(environment.items()) if NAMED.fullmatch(k)}
+    found = {k: v for k, v in sorted(os.environ.items()) if NAMED.fullmatch(k)}
+    folders = [Path(part) for part in found.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
+    if not any(COMPUTES.fullmatch(file.name) for folder in folders for file in folder.glob("lib*")):
+        found.pop("LD_LIBRARY_PATH", None)
+    return found
 
 
 def of_worker(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
@@ -45,8 +53,7 @@ def of_worker(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict
         root: the tree that it imports from.
     """
     return {
-        **{k: v for k, v in os.environ.items() if HANDED_ON.fullmatch(k)},
-        **named(),
+        **{k: v for k, v in os.environ.items() if HANDED_ON.fullmatch(k) or NAMED.fullmatch(k)},
         **of_every_worker(threads, root),
         # An index into all of nvidia-smi's devices then means the same device to CUDA.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -72,11 +79,11 @@ def of_every_worker(threads: int, root: Path) -> dict[str, str]:
 
 def of_installer(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of pip and git: no other place than the environment itself is installed to or
-    looked into, whatever the shell or a configuration file says.
+    looked into, whatever the shell says.
 
     Args:
         extra: further variables.
     """
     kept = {k: v for k, v in os.environ.items() if HANDED_ON.fullmatch(k) or INSTALLER.fullmatch(k)}
-    elsewhere = dict.fromkeys(("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"), "")
-    return {**kept, **elsewhere, "PIP_USER": "0", "GIT_TERMINAL_PROMPT": "0", **extra}
+    # A user's configuration file may ask for --user, which no environment can.
+    return {**kept, "PIP_USER": "0", "GIT_TERMINAL_PROMPT": "0", **extra}

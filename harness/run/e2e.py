@@ -172,12 +172,12 @@ class Run(Session[Options, Contestant, Job, Request]):
         return record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
 
     def _lacks_its_replay(self, job: Job, record: Record) -> bool:
-        """Return whether the weights that a memory process left for comparison are lost, and its cell is not timed
-        yet."""
+        """Return whether the weights that a memory process left for comparison are lost, and its cell is still to be
+        timed."""
         if job.purpose != "memory" or job.round > 0 or record.state != "ok" or not self.options.time:
             return False
         timed = replace(job, purpose="time")
-        return not self._snapshot(job, "memory").exists() and self.folder.read(self._record_name(timed)) is None
+        return not self._snapshot(job, "memory").exists() and self._is_due(timed)
 
     def _gate_of(self, job: Job) -> Gate:
         """Return what the record of a measurement says of its gate, whose checks stand in a record of their own."""

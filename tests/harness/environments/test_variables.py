@@ -36,6 +36,17 @@ def test_what_a_worker_gets_and_a_time_depends_on_is_named(monkeypatch: pytest.M
     assert LocalBackend().place("cpu", 1)["variables"][name] == "0"
 
 
+def test_a_path_of_libraries_is_named_where_it_holds_one_that_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    (tmp_path / "libpython3.11.so.1.0").touch()
+    assert "LD_LIBRARY_PATH" not in variables.named()
+    (tmp_path / "libmkl_rt.so.2").touch()
+    assert "LD_LIBRARY_PATH" in variables.named()
+    assert variables.of_worker(1, {})["LD_LIBRARY_PATH"] == f"/nowhere:{tmp_path}"
+
+
 def test_pip_gets_its_index_and_no_other_place_to_install_to(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"PIP_INDEX_URL": "a", "https_proxy": "b", "PIP_FIND_LINKS": "c"}
     untold = {"PYTHONPATH": "d", "PIP_CONSTRAINT": "e", "GIT_DIR": "f", "PIP_REQUIRE_HASHES": "1"}
@@ -43,7 +54,7 @@ def test_pip_gets_its_index_and_no_other_place_to_install_to(monkeypatch: pytest
         monkeypatch.setenv(name, value)
     given = variables.of_installer({})
     assert told.items() <= given.items() and not untold.keys() & given.keys()
-    assert given["PIP_TARGET"] == "" and given["PIP_USER"] == "0"
+    assert "PIP_TARGET" not in given and given["PIP_USER"] == "0"
 
 
 def test_a_worker_of_a_user_without_a_home_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
