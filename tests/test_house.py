@@ -30,13 +30,13 @@ class Size:
 # Raised on 2026-11-27: harness for contestants that take turns, beside which whole processes stay for containers, GPUs
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
-# said to be means, which moved the sum of gradients by more than the bound. Then harness by 414, dpcore by 3 and tests
-# by 880, for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache.
+# said to be means, which moved the sum of gradients by more than the bound. Then harness by 431, dpcore by 3 and tests
+# by 900, for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache.
 LIMITS = {
-    "harness": Size(lines=36_104, long_classes=3, long_files=9),
+    "harness": Size(lines=36_121, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_164, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=49_740, long_classes=0, long_files=16),
+    "tests": Size(lines=49_760, long_classes=0, long_files=16),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a control group leaves to this process of the processors, by cgroup v1 or v2. Standard library only.
+"""What control groups leave to this process, of the processors above all, by cgroup v1 or v2. Standard library only.
 
 A container with ``--cpus 0.5`` and a pod with a limit are stopped for a part of every period. The kernel counts that,
 and no load of the machine shows it.
@@ -40,14 +40,14 @@ def group(proc: Path = PROC) -> Group | None:
     Args:
         proc: the process's folder in /proc.
     """
-    found = [Group(folder, limit) for folder in _groups(proc) if (limit := _limit(folder)) is not None]
+    found = [Group(folder, limit) for folder in groups("cpu", proc) if (limit := _limit(folder)) is not None]
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     least = min(found, key=lambda one: one.processors, default=None)
     return least if least is not None and least.processors < there else None
 
 
-def _groups(proc: Path) -> Iterator[Path]:
-    """Yield the folders of the process's group that counts processors, and of those above it."""
+def groups(kind: str, proc: Path = PROC) -> Iterator[Path]:
+    """Yield the folders of the process's group that counts ``cpu`` or ``memory``, and of those above it."""
     with suppress(OSError, ValueError):
         lines = (line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines())
         # Of v2 no kind is named; v1 has a hierarchy for each kind.
@@ -56,8 +56,8 @@ def _groups(proc: Path) -> Iterator[Path]:
             before, _, after = line.partition(" - ")
             root, mount = (part.replace("\\040", " ") for part in before.split()[3:5])
             system, _, options = after.split()[:3]
-            path = own.get("" if system == "cgroup2" else "cpu")
-            if path is not None and (system == "cgroup2" or (system == "cgroup" and "cpu" in options.split(","))):
+            path = own.get("" if system == "cgroup2" else kind)
+            if path is not None and (system == "cgroup2" or (system == "cgroup" and kind in options.split(","))):
                 # Without a namespace of its own, a container sees its group as the root of the mount.
                 inside = path.relative_to(root) if path.is_relative_to(root) else Path()
                 yield from (Path(mount) / part for part in (inside, *inside.parents))

@@ -71,14 +71,23 @@ def test_a_machine_without_control_groups_has_no_quota(tmp_path: Path) -> None:
     assert quota.group(tmp_path) is None
 
 
+LIMITS = {
+    "a tenth of a processor": (
+        ("/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "10000"),
+        ("/sys/fs/cgroup", "cpu.max", "10000 100000"),
+    ),
+    "a GiB": (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", str(2**30)),
+        ("/sys/fs/cgroup", "memory.max", str(2**30)),
+    ),
+}
+
+
 @pytest.fixture
-def half() -> Iterator[Path]:
-    """The file that moves a process into a control group with half a processor, made here."""
+def limited(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The file that moves a process into a control group with such a limit, made here."""
     name = f"dpbench-test-{os.getpid()}"
-    for mount, limit, text in (
-        ("/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "50000"),
-        ("/sys/fs/cgroup", "cpu.max", "50000 100000"),
-    ):
+    for mount, limit, text in LIMITS[request.param]:
         folder = Path(mount, name)
         try:
             folder.mkdir()
@@ -92,11 +101,24 @@ def half() -> Iterator[Path]:
             continue
         finally:
             folder.rmdir()
-    pytest.skip("this kernel, or this user, makes no control group with a quota of processors")
+    pytest.skip("this kernel, or this user, makes no control group with a limit")
 
 
-def test_a_process_with_half_a_processor_is_told(half: Path) -> None:
-    command = ["sh", "-c", f'echo $$ > {half} && exec "$@"', "sh", sys.executable, "-c", BUSY]
+def inside(group: Path, code: str) -> list[float]:
+    """What a Python prints that runs in a control group."""
+    command = ["sh", "-c", f'echo $$ > {group} && exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    processors, throttled = map(float, done.stdout.split())
-    assert processors == 0.5 and throttled > 0
+    return [float(word) for word in done.stdout.split()]
+
+
+@pytest.mark.parametrize("limited", ["a tenth of a processor"], indirect=True)
+def test_a_process_with_a_tenth_of_a_processor_is_told(limited: Path) -> None:
+    processors, stopped = inside(limited, BUSY)
+    assert processors == 0.1 and stopped > 0
+
+
+@pytest.mark.parametrize("limited", ["a GiB"], indirect=True)
+def test_a_worker_gets_no_more_memory_than_the_control_group_has(limited: Path) -> None:
+    code = "from harness.environments.memory_limit import default_limit; print(default_limit())"
+    (limit,) = inside(limited, code)
+    assert 2**28 < limit < 0.9 * 2**30
