@@ -117,8 +117,8 @@ test: $(READY)  ## what most pull requests need; CI adds make conformance, make 
 	@$(MAKE) --no-print-directory test-frameworks
 
 environments: $(READY)  ##ci the environment of every framework
-	@echo "==> environments of the frameworks that are not there yet"
-	$(BIN)/dpbench env make
+	@echo "==> environments of the frameworks that are not there yet; exit code 3 where one cannot be installed: its tests are skipped"
+	$(BIN)/dpbench env make || [ $$? = 3 ]
 
 lint: $(READY)  ## ruff, mypy and the contracts of imports
 	@echo "==> ruff, mypy and the contracts of imports"

@@ -902,18 +902,5 @@ def known_task(name: str) -> Task:
     return TASKS[name] if name in TASKS else GATE_TASKS[name]
 
 
-MODERN_TASKS = (
-    "gpt2-lm",
-    "llama-full",
-    "llama-lora",
-    "vit",
-    "wrn-16-2",
-    "wrn-16-4",
-    "encoder-full",
-    "encoder-lora",
-    "encoder-bias",
-    "recsys",
-)
-"""Beside those of 2021. Measured at a time: the preset ``modern`` takes one of each kind."""
 PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_paper)
 PAPER_BATCH_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import stat
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,9 @@ def compiled_path(level: Level) -> Path:
     digest = hashlib.sha256("\0".join([*compiling.FLAGS, repr(compiling.EXACT), level.name, kind]).encode())
     for source in (*compiling.HEADERS, *compiling.SOURCES):
         digest.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    named = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # A user without a home folder (``docker run --user 12345``) has a folder for temporary files.
+    cache = Path(named if os.path.isabs(named) else Path(tempfile.gettempdir(), f"dpcore-{os.getuid()}"))
     return cache / "dpcore" / f"native-{digest.hexdigest()[:16]}-{level.file_name}"
 
 

@@ -101,7 +101,7 @@ ALARMS_PER_100_YEARS = {
     "levels": (0.0, 0.0),
     "correlated": (3.75, 2.19),
 }
-"""Simulated: :func:`simulate` with seed 1; in 1,600 series of 365 runs each, and in 800 of 730."""
+"""Simulated (tests/support/simulations.py) with seed 1; in 1,600 series of 365 runs each, and in 800 of 730."""
 WINDOW = 21
 FAR, FAR_OUT = 1.0, 5.0
 LEVELS = np.arange(-8.0, 8.5, 0.5)
@@ -415,40 +415,3 @@ def exact(values: Sequence[int]) -> Found:
         sides = (right.start - left.start, right.stop - right.start)
         steps.append(Step(right.start, right.start, right.start, alarm, ratio, ratio, ratio, *sides, math.inf, 1.0))
     return Found(segments, tuple(steps), tuple(step.alarm for step in steps), 0, None, LASTING)
-
-
-KINDS = ("normal", "tails", "outliers", "exponential", "levels", "correlated")
-INDEPENDENT = KINDS[:-1]
-
-
-def simulate(
-    runs: int,
-    trials: int,
-    seed: int,
-    sd: float = 0.015,
-    kind: str = "normal",
-    effect: float = 0.0,
-    at: int | None = None,
-) -> Floats:
-    """Generated values [trials, runs] around 1. ``kind``: ``normal``; ``tails`` (Student's t, 5 degrees of freedom);
-    ``outliers`` (one run in 20 slower, by an exponential of mean 4 sd); ``exponential``; ``levels`` (normal with
-    sd / 3, 30 % of the runs on a second level 8/3 sd higher); ``correlated`` (neighbours by 0.4). From run ``at`` on
-    (default: the middle) all values are (1 + effect) times as large."""
-    rng = np.random.default_rng(seed)
-    e = rng.standard_normal((trials, runs))
-    if kind == "tails":
-        e = rng.standard_t(5, (trials, runs)) * math.sqrt(3 / 5)
-    elif kind == "outliers":
-        e += (rng.random((trials, runs)) < 0.05) * rng.exponential(4, (trials, runs))
-    elif kind == "exponential":
-        e = rng.exponential(1, (trials, runs))
-    elif kind == "levels":
-        e = e / 3 + 8 / 3 * (rng.random((trials, runs)) < 0.3)
-    elif kind == "correlated":
-        for t in range(1, runs):
-            e[:, t] = 0.4 * e[:, t - 1] + math.sqrt(1 - 0.4**2) * e[:, t]
-    elif kind != "normal":
-        raise ValueError(f"No noise is called {kind!r}: {', '.join(KINDS)}.")
-    factor = np.where(np.arange(runs) < (runs // 2 if at is None else at), 1.0, 1.0 + effect)
-    values: Floats = np.exp(sd * e) * factor
-    return values

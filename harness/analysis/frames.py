@@ -21,13 +21,15 @@ import pandas as pd
 from harness.analysis import naming, stats
 from harness.errors import BadInput
 from harness.paths import ROOT
+from harness.store import surroundings
 from harness.store.record import Record
 from harness.tasks import TASKS
 
 SECTION = ["machine", "device", "protocol", "isolation"]
 PLACE = [*SECTION, "task", "synthetic"]
 CELL = [*PLACE, "batch_size", "contestant"]
-PAIRING = ["run", "round"]
+PAIRING = ["run", "round", "moment"]
+"""What two times of one block have in common."""
 OF_CELLS = [
     *(*CELL, "private", "state", "reason", "failures", "failed", "superseded", "extrapolated", "disturbed"),
     *("swamped", "own_sampling", "judged_as", "cell", "median", "low", "high", "n", "coverage"),
@@ -174,13 +176,13 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
     labels: dict[str, str] = {}
     table = []
     for r in records:
-        identity = repr(sorted((k, str(v)) for k, v in r.machine.items() if k in _MACHINE_FACTS))
-        if identity not in labels:
-            labels[identity] = naming.machine_label(r.machine)
+        where = surroundings.of(r)
+        if where.key not in labels:
+            labels[where.key] = naming.machine_label(r.machine)
         state, reason = admitted(r)
         table.append(
             {
-                "machine": labels[identity],
+                "machine": labels[where.key],
                 "device": r.cell.device,
                 "protocol": r.cell.protocol,
                 "isolation": r.cell.isolation,
@@ -205,11 +207,12 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "run": r.block.run,
                 "round": r.block.round,
                 "order": r.block.order,
+                "moment": where.moment,
                 "started": r.started,
                 "when": r.when,
                 "commit": r.source.commit,
                 "dirty": r.source.dirty,
-                "code": f"{r.source.adapter_hash}+{r.source.lock_hash}",
+                "code": where.code,
                 "cell": r.cell.name,
             }
         )
@@ -235,9 +238,6 @@ def _own_sampling(r: Record) -> str | None:
         return None
     varies = r.timed.replay_error is not None and r.timed.replay_error > REPLAYED
     return r.timed.own_sampling + (", unseeded" if varies else "")
-
-
-_MACHINE_FACTS = {"id", "cpu", "cores", "memory_bytes", "gpus", "threads"}
 
 
 def admitted(r: Record) -> tuple[str, str | None]:
@@ -398,16 +398,16 @@ def paired(
 
 
 Sides = Mapping[str, Mapping[Any, tuple[float, bool]]]
-"""Contestant -> (run, round) -> (seconds, disturbed)."""
+"""Contestant -> block (see PAIRING) -> (seconds, disturbed)."""
 
 
 def by_block(here: pd.DataFrame) -> Sides:
-    """Return seconds by contestant and block. A cell that was measured twice in one block (a retry) counts with its
-    later value."""
+    """Return seconds by contestant and block, of which two make a pair. A cell that was measured twice in one block (a
+    retry) counts with its later value."""
     sides: dict[str, dict[Any, tuple[float, bool]]] = {}
     columns = ["contestant", *PAIRING, "seconds", "disturbed"]
-    for contestant, run, number, seconds, disturbed in zip(*(here[c] for c in columns), strict=True):
-        sides.setdefault(contestant, {})[run, number] = (seconds, disturbed)
+    for contestant, *block, seconds, disturbed in zip(*(here[c] for c in columns), strict=True):
+        sides.setdefault(contestant, {})[tuple(block)] = (seconds, disturbed)
     return sides
 
 

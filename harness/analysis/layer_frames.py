@@ -20,6 +20,7 @@ from harness.analysis import naming, stats
 from harness.analysis.frames import PAIRING, SECTION, UNGATED, UNGATED_REASON, Process, grouped
 from harness.layers import LAYERS
 from harness.paths import ROOT
+from harness.store import surroundings
 from harness.store.record import Record
 
 PLACE = [*SECTION, "layer", "batch_size"]
@@ -93,6 +94,7 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
     for r in records:
         assert r.layer is not None
         state, reason = _admitted(r)
+        where = surroundings.of(r)
         seconds = r.layer.pass_seconds if state == "ok" else []
         parts = r.layer.parts if state == "ok" else None
         if parts is not None and not parts.peak:
@@ -130,11 +132,12 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
                 "disturbed": bool(r.load and r.load.disturbed),
                 "run": r.block.run,
                 "round": r.block.round,
+                "moment": where.moment,
                 "started": r.started,
                 "when": r.when,
                 "commit": r.source.commit,
                 "dirty": r.source.dirty,
-                "code": f"{r.source.adapter_hash}+{r.source.lock_hash}",
+                "code": where.code,
                 "cell": r.cell.name,
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import hashlib
 import math
 import re
 from collections import Counter
@@ -40,7 +41,8 @@ def titles(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
 
 def machine_label(machine: Mapping[str, Any]) -> str:
     """``AMD EPYC 7B13, 2 cores, 16 GiB [3f2a91c0 2 threads]``: readable; in brackets what tells two machines apart that
-    only look alike, and one machine that was used with different numbers of threads."""
+    only look alike, and one machine that was used in two ways: with other threads, another GPU of it, a quota of
+    processors, variables that libraries read."""
     parts = [re.sub(r"\((R|TM)\)|\bCPU\b|@.*$", " ", str(machine.get("cpu") or "unknown processor"))]
     if machine.get("cores"):
         parts.append(f"{machine['cores']} cores")
@@ -50,7 +52,21 @@ def machine_label(machine: Mapping[str, Any]) -> str:
     label = re.sub(r"\s+", " ", ", ".join(part.strip() for part in parts))
     threads = machine.get("threads")
     identity = [str(machine.get("id") or ""), f"{threads} thread{'' if threads == 1 else 's'}" if threads else ""]
+    identity += [f"card {_short(machine['card'])}"] if machine.get("card") else []
+    identity += [f"quota of {machine['quota']:g} processors"] if machine.get("quota") else []
+    identity += [
+        f"{name}={value if len(value) <= LONGEST_VALUE else _short(value)}"
+        for name, value in sorted((machine.get("variables") or {}).items())
+    ]
     return f"{label} [{' '.join(part for part in identity if part)}]" if any(identity) else label
+
+
+LONGEST_VALUE = 16
+"""Characters of a variable that a label shows; of a longer one, a path for instance, a hash."""
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def machine_identity(machine: Mapping[str, Any]) -> str:
@@ -74,7 +90,7 @@ def where(label: str, days: Sequence[str]) -> str:
     hardware, _, identity = label.partition(" [")
     processor, *rest = hardware.split(", ")
     gpus = [part for part in rest if not re.fullmatch(r"\d+ (cores|GiB)", part)]
-    threads = re.findall(r"\d+ threads?", identity)
+    threads = re.findall(r"\d+ threads?|quota of \S+ processors|\w+=[^\s\]]*", identity)
     dates = [f"{int(d[8:10])} {calendar.month_abbr[int(d[5:7])]} {d[:4]}" for d in dict.fromkeys((days[0], days[-1]))]
     return ", ".join([processor, *gpus, *threads, " to ".join(dates)])
 

@@ -202,36 +202,3 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
     if any(np.ptp(side) == 0 for side in ranks):
         return math.nan
     return float(np.corrcoef(*ranks)[0, 1])
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The noise model of the module's docstring. Standard deviations of log seconds.
-
-    ``paired_sd``: of e[b] - e[a] inside a block. ``drift_sd``: of the step of the random walk d from block to block.
-    """
-
-    paired_sd: float = 0.015
-    drift_sd: float = 0.03
-
-
-def simulate(
-    rounds: int, effect: float, trials: int, seed: int, noise: Noise | None = None, margin: float = MARGIN
-) -> dict[str, float]:
-    """Return how often each verdict is given if b truly takes (1 + effect) times as long as a. ``effect = 0`` is an A/A
-    test.
-
-    Returns the share of ``trials`` per verdict (``"none"`` under the minimum of rounds).
-    """
-    noise = noise or Noise()
-    rng = np.random.default_rng(seed)
-    shape = (trials, rounds)
-    drift = np.cumsum(rng.normal(0.0, noise.drift_sd, shape), axis=1)
-    own = noise.paired_sd / math.sqrt(2)
-    seconds_a = np.exp(drift + rng.normal(0.0, own, shape))
-    seconds_b = (1 + effect) * np.exp(drift + rng.normal(0.0, own, shape))
-    counts = dict.fromkeys(("faster", "slower", "equivalent", "ambiguous", "none"), 0)
-    for a, b in zip(seconds_a, seconds_b, strict=True):
-        log_ratios = paired_log_ratios(dict(enumerate(a)), dict(enumerate(b)))
-        counts[compare(log_ratios, margin).verdict or "none"] += 1
-    return {verdict: count / trials for verdict, count in counts.items()}

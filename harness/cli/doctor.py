@@ -17,13 +17,13 @@ import numpy as np
 
 from harness.contract import Adapter, Array, Setting
 from harness.data import store
-from harness.environments import memory_limit, venv
+from harness.environments import memory_limit, variables, venv
 from harness.environments.containers import engine
 from harness.environments.containers.engine import Engine
 from harness.errors import BadInput
 from harness.store import cache
 from harness.tasks import TASKS, Task
-from harness.worker import machine, memory, speed_probe
+from harness.worker import machine, memory, quota, speed_probe
 from harness.worker.clock import ForeignLoad, timed_steps
 
 
@@ -143,6 +143,21 @@ def _foreign() -> Finding:
     state = "ok" if load.share <= 0.05 else "warning"
     remedy = "end what else is running, or measurements will be marked disturbed"
     return Finding("foreign load", state, f"{load.share:.1%} of {os.cpu_count()} processors", "at most 5 %", remedy)
+
+
+def _quota() -> Finding:
+    limit, rule = quota.group(), "no control group stops this process"
+    if limit is None:
+        return Finding("quota of processors", "ok", "none", rule)
+    (begun, stopped), remedy = limit.periods(), "lift the limit (docker --cpus, a pod's); records name it, on its own"
+    text = f"{limit.processors:g} of {os.cpu_count()} processors, stopped in {stopped} of {begun} periods so far"
+    return Finding("quota of processors", "warning", text, rule, remedy)
+
+
+def _variables() -> Finding:
+    named = ", ".join(f"{name}={value}" for name, value in variables.named().items())
+    remedy = "unset them, or measure with them on purpose: records name them and stand apart"
+    return Finding("variables", "warning" if named else "ok", named or "none", "none that libraries read", remedy)
 
 
 def _python() -> Finding:
@@ -267,6 +282,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _overhead,
     _noise_floor,
     _foreign,
+    _quota,
+    _variables,
     _python,
     _memory,
     _disk,

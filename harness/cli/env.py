@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.options import Json
+from harness.cli.options import CELL_FAILED, Json
 from harness.cli.verbs import Verbs
 from harness.errors import BadInput
 
@@ -41,7 +41,7 @@ def env_make(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Build environments ahead of a run, one per processor at once."""
+    """Build environments ahead of a run, one per processor at once. Exit code 3 where one could not be installed."""
     from concurrent.futures import ThreadPoolExecutor
 
     from harness.cli import listing
@@ -59,12 +59,14 @@ def env_make(
             made = venv.ensure(framework, log)
             return {"framework": framework.name, "state": "ready", "where": str(made.folder)}
         except venv.EnvironmentFault as fault:
-            return {"framework": framework.name, "state": "unsupported", "where": str(fault)}
+            return {"framework": framework.name, "state": "not installed", "where": str(fault)}
 
     frameworks = {c.framework.name: c.framework for c in registry.select(names or None)}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         rows = list(pool.map(make, frameworks.values()))
     listing.table("Environments", rows, as_json)
+    if any(row["state"] != "ready" for row in rows):
+        raise typer.Exit(CELL_FAILED)
 
 
 @app.command("rm")

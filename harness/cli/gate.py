@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.cli import options
 from harness.environments import memory_limit
 from harness.environments.backend import check_device, check_threads, default_threads
 from harness.environments.executor import Limits
@@ -46,8 +47,9 @@ def judge_all(
     every_check: bool,
     as_json: bool,
 ) -> int:
-    """Exit code: 0 where every verdict is the expected one, else 1. Expected is that a contestant passes, except where
-    it declares the fault for which it must be rejected (with ``mutants``: every wrong one is rejected)."""
+    """Exit code: 0 where every verdict is the expected one, 1 where one is not, 3 where there is none because a gate
+    crashed or could not be installed. Expected is that a contestant passes, except where it declares the fault for
+    which it must be rejected (with ``mutants``: every wrong one is rejected)."""
     from rich.console import Console
 
     from harness.run.progress import Progress
@@ -87,7 +89,9 @@ def judge_all(
     else:
         _print(rows, console)
         console.print(summary(judged), markup=False)
-    return int(not all(check.passed for check in sampler) or not all(one.as_expected for one in judged))
+    if not all(check.passed for check in sampler) or any(one.is_finding for one in judged):
+        return options.FINDING
+    return 0 if all(one.as_expected for one in judged) else options.CELL_FAILED
 
 
 def _judge(contestant: Contestant, task: str, device: str, threads: int | None, progress: Any, fresh: bool) -> Verdict:
@@ -99,7 +103,7 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     backend = VenvBackend()
     executor = backend.executor(contestant, progress.log)
     if isinstance(executor, Unavailable):
-        return Verdict("unsupported", executor.reason, nothing, {})
+        return Verdict("crashed", executor.reason, nothing, {})
     bounds = Limits(memory_limit.default_limit(), admission.TIMEOUT_SECONDS)
     cores = threads or default_threads()
     return admission.judge(contestant, task, executor, bounds, device, cores, progress.log, backend.run_tool, fresh)
@@ -127,8 +131,13 @@ class Judged:
         return "passed" if self.verdict.gate.passed else "rejected"
 
     @property
+    def is_finding(self) -> bool:
+        """Return whether there is a verdict, and it is not the expected one."""
+        return self.word in {"passed", "rejected"} and not self.as_expected
+
+    @property
     def as_expected(self) -> bool:
-        """Return whether the verdict is the expected one; ``unsupported`` counts as expected."""
+        """Return whether the verdict is the expected one; ``unsupported``, which an adapter declares, is."""
         return self.word in {"unsupported", "rejected" if self.known_fault else "passed"}
 
 

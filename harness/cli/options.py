@@ -76,8 +76,9 @@ def integers(text: str | None, option: str) -> tuple[int, ...] | None:
         raise BadInput(f"{option} is {text!r}: give whole numbers separated by commas, for instance 64,512.") from None
 
 
-def exit_code(states: dict[str, int], expected: int) -> int:
-    """Return the exit code of a run. ``expected``: how many rejections are known findings, which alone are no news."""
-    if {"crashed", "oom", "timeout"} & states.keys():
+def exit_code(states: dict[str, int], expected: int, missing: int = 0) -> int:
+    """Return the exit code of a run. ``expected``: how many rejections are known findings, which alone are no news.
+    ``missing``: what could not be measured because it could not be installed here, or no time was left."""
+    if missing or {"crashed", "oom", "timeout"} & states.keys():
         return CELL_FAILED
     return FINDING if states.get("rejected", 0) > expected else 0

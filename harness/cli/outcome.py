@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
+from harness.errors import BadInput
 from harness.run.progress import watched
 from harness.run.session import Session, Summary
 from harness.store.folder import RunFolder
@@ -31,7 +34,12 @@ def carry_out(run: Session[Any, Any, Any, Any], fresh: bool, as_json: bool, begi
     console = Console(stderr=as_json, highlight=False)
     if beginning and not as_json:
         console.print(beginning, markup=False, soft_wrap=True)
-    summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
+    try:
+        summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
+    except typer.Exit:  # it was interrupted: what is there is shown all the same
+        with suppress(BadInput):
+            report(folder, console, shows=not as_json)
+        raise
     written = report(folder, console, shows=not as_json)
     if as_json:
         said = {"folder": str(folder.path), "states": summary.states, "resumed": summary.resumed}

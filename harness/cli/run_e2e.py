@@ -116,5 +116,7 @@ def e2e(
     beginning += "the gates of each task before it."
     if early and len(first) < len(run.jobs):
         beginning += f" A first table comes after {len(first)} of them, {about(early)}."
+    if minutes:
+        beginning += f" Measuring ends {minutes:g} min after it began, apart from gates, with the block then under way."
     summary = carry_out(run, fresh, as_json, beginning)
-    raise typer.Exit(exit_code(summary.states, summary.expected))
+    raise typer.Exit(exit_code(summary.states, summary.expected, summary.missing))

@@ -83,4 +83,4 @@ def frontier(
     summary = carry_out(run, fresh, as_json)
     # Out of memory is what the search looks for.
     states = {state: count for state, count in summary.states.items() if state != "oom"}
-    raise typer.Exit(exit_code(states, summary.expected))
+    raise typer.Exit(exit_code(states, summary.expected, summary.missing))

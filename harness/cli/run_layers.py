@@ -87,4 +87,4 @@ def layers(
     folder = RunFolder((out or LOCAL_RESULTS / f"layers-{preset}").resolve())
     run = LayerRun(options, contestants, folder, command_line(), backend_of(isolation, device, any_image=any_image))
     summary = carry_out(run, fresh, as_json, f"{len(run.jobs)} processes are planned.")
-    raise typer.Exit(exit_code(summary.states, summary.expected))
+    raise typer.Exit(exit_code(summary.states, summary.expected, summary.missing))

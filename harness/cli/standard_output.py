@@ -62,7 +62,10 @@ class _Watched:
 @contextmanager
 def watched() -> Iterator[None]:
     """Within, a reader of standard output who left ends the process with :data:`READER_LEFT`, whatever else happened:
-    the reader left before the verdict."""
+    the reader left before the verdict. What the encoding of a terminal lacks (cron, latin-1) is written as ``?``."""
+    for each in (sys.stdout, sys.stderr):
+        if isinstance(each, io.TextIOWrapper):
+            each.reconfigure(errors="replace")
     stream = _Watched(sys.stdout)
     with redirect_stdout(cast(TextIO, stream)):
         try:

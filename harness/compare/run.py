@@ -406,7 +406,7 @@ class ComparisonRun:
         return {
             "options": options,
             "sides": {role: {"content": side.content, "package": side.package} for role, side in self.sides.items()},
-            "machine": machine.describe()["id"],
+            "place": self.backends["head"].place(self.options.device, self.options.threads),
             **parts["head"],
             **({"images": images} if images else {}),
         }
@@ -731,7 +731,7 @@ class ComparisonRun:
             engine=next((p.container.engine for p in processes if p.container is not None), None),
             threads=self.options.threads,
             seconds=self.options.task_seconds if self.options.tasks else self.options.layer_seconds,
-            machine={**machine.describe(), **machine.state()},
+            machine={**machine.state(), **self.backends["head"].place(self.options.device, self.options.threads)},
             minutes=sum(p.wall_seconds for p in processes) / 60.0,
             finished=finished,
             cells=cells,

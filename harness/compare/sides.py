@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
 import tarfile
 import tempfile
 import time
@@ -29,6 +28,7 @@ from harness.errors import BadInput
 from harness.paths import INSTALLED, ROOT
 from harness.plan.registry import pins
 from harness.store import cache
+from harness.worker import machine
 
 Role = Literal["base", "head"]
 
@@ -88,13 +88,7 @@ def resolve(role: Role, asked: str, repository: Path = ROOT) -> Side:
 
 def git(repository: Path, *arguments: str) -> str | None:
     """Return the standard output, stripped; None where git fails, is not there, or the tree came with a wheel."""
-    if repository == ROOT and INSTALLED:
-        return None
-    try:
-        done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return None if repository == ROOT and INSTALLED else machine.git(*arguments, folder=repository)[0]
 
 
 def commit_of(option: str, asked: str, repository: Path) -> str:
@@ -107,6 +101,9 @@ def commit_of(option: str, asked: str, repository: Path) -> str:
             f"{option} is {asked!r}: commits need a checkout of dpbench, and this one was installed from a wheel; name "
             "a folder with frameworks/, NAME==VERSION, a wheel or image:TAG."
         )
+    _, why = machine.git("rev-parse", "HEAD", folder=repository) if found is None else ("", "")
+    if why:
+        raise BadInput(f"{option} is {asked!r}, and git does not read {repository}: {why}")
     if found is None:
         raise BadInput(
             f"{option} is {asked!r}, which is no commit, branch or tag of this repository; fetch it first (a shallow "

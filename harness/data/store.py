@@ -52,11 +52,24 @@ class Dataset:
 
 def cache_folder() -> Path:
     """The folder named by DPBENCH_CACHE, else ``dpbench`` in XDG_CACHE_HOME (``~/.cache`` where that is not set, or is
-    relative and thus void). Not created here."""
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser()
+    relative and thus void; a folder for temporary files, of this user's own, where there is no home). Not created."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(os.path.expanduser(named)) if named else usual_cache()
+
+
+def usual_cache() -> Path:
+    """Return the cache of a user who names none."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (caches if caches.is_absolute() else Path.home() / ".cache") / "dpbench"
+    if caches.is_absolute():
+        return caches / "dpbench"
+    there = home()
+    return Path(tempfile.gettempdir(), f"dpbench-{os.getuid()}") if there is None else there / ".cache" / "dpbench"
+
+
+def home() -> Path | None:
+    """Return the user's home folder; None where nobody has given this user one (``docker run --user 12345``)."""
+    there = Path(os.path.expanduser("~"))
+    return there if there.is_absolute() else None
 
 
 def folder(name: str, synthetic: bool = False) -> Path:

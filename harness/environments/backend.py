@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.environments import memory_limit
+from harness.environments import memory_limit, variables
 from harness.environments.executor import WORKER, Executor, Limits
 from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.plan.layer_registry import LayerContestant
 from harness.plan.registry import Contestant, Framework
+from harness.store import surroundings
 from harness.store.record import Container, Image
-from harness.worker import machine, speed_probe
+from harness.worker import machine, quota, speed_probe
 from harness.worker.result import Result
 
 AnyContestant = Contestant | LayerContestant
@@ -111,6 +112,11 @@ class Backend(Protocol):
         """Return what a resumed run must find the same, for ``plan.json``."""
         ...
 
+    def place(self, device: str, threads: int) -> dict[str, Any]:
+        """Return the facts of this machine and of the way it is used that tell two places apart
+        (:data:`harness.store.surroundings.FACTS`)."""
+        ...
+
     def describe_process(self, framework: Framework, result: Result | None) -> Provenance:
         """Return where the process ran whose result it is; without one, where it would have."""
         ...
@@ -150,6 +156,11 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         return {}
 
+    def place(self, device: str, threads: int) -> dict[str, Any]:
+        limit = quota.group()
+        ways = {"quota": limit.processors if limit else None, "variables": variables.named()}
+        return surroundings.facts(place_of(device, threads) | ways)
+
     def describe_process(self, framework: Framework, result: Result | None) -> Provenance:
         return Provenance(None, None, {**machine.describe(), **machine.state()})
 
@@ -169,6 +180,12 @@ def default_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
+def place_of(device: str, threads: int) -> dict[str, Any]:
+    """Return the machine, and the threads and the GPU that are used of it."""
+    card = machine.card() if device == "cuda" else None
+    return {**machine.describe(), "threads": threads, "card": card}
+
+
 def check_threads(threads: int) -> None:
     """Raise :class:`BadInput` for none, or for more threads than processors, which would not be pinned one to one."""
     if threads < 1:
@@ -184,6 +201,9 @@ def check_device(device: str) -> None:
         raise BadInput(
             "--device is cuda, but nvidia-smi sees no GPU on this machine; use --device cpu, or repair the driver."
         )
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device == "cuda" and asked is not None and machine.card() is None:
+        raise BadInput(f"--device is cuda, but CUDA_VISIBLE_DEVICES is {asked!r}, which names no GPU here; name one.")
     if device not in {"cpu", "cuda"}:
         raise BadInput(f"--device is {device!r}: choose cpu or cuda.")
 

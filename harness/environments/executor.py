@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from harness.data.store import CACHE_VARIABLE, cache_folder
-from harness.environments import nvml, strays, validate
+from harness.environments import nvml, strays, validate, variables
 from harness.environments.memory_limit import MemoryLimit
 from harness.environments.referee import Direct, Referee
 from harness.environments.turns import Seat
@@ -113,7 +112,6 @@ class Venv:
     """A fresh process of a framework's own interpreter, running the worker ``module`` of the tree ``root``."""
 
     name = "venv"
-    identity = ""
 
     def __init__(
         self,
@@ -121,7 +119,10 @@ class Venv:
         environment: Mapping[str, str] | None = None,
         module: str = WORKER,
         root: Path = ROOT,
+        content: str = "",
     ) -> None:
+        """``content``: hash of what is installed there."""
+        self.identity = self.content = content
         self.root = root
         self.python = python
         self.environment = dict(environment or {})
@@ -158,7 +159,7 @@ class Venv:
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
-                env=worker_environment(request.threads, self.environment, self.root) | mark,
+                env=variables.of_worker(request.threads, self.environment, self.root) | mark,
                 stdin=subprocess.PIPE if referee else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -192,37 +193,6 @@ def _examined(said: Event, request: AnyRequest) -> Result:
     for name in files.keys() - set(kept):
         files[name].unlink()
     return result
-
-
-def worker_environment(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """Return the worker's environment variables: it sees the repository, its thread count, and nothing of the harness's
-    own virtual environment."""
-    dropped = (
-        "PYTHONHOME",
-        "VIRTUAL_ENV",
-        "PYTHONSTARTUP",
-        "XLA_FLAGS",
-        "JAX_",
-        "TORCH",
-        "OMP_",
-        "MKL_",
-        "KMP_",
-        "TF_",
-    )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return {
-        **kept,
-        **dict.fromkeys(pools, str(threads)),
-        "PYTHONPATH": str(root),
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        # Workers of an old commit know fewer rules of where the cache is.
-        CACHE_VARIABLE: str(cache_folder().absolute()),
-        # A cache of compiled code would make the second process of a cell compile for nothing.
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-        **extra,
-    }
 
 
 class Patience:
@@ -420,7 +390,7 @@ def run_tool(
         done = subprocess.run(
             dying_with_parent([str(python), "-m", module, *arguments]),
             cwd=ROOT,
-            env=worker_environment(len(os.sched_getaffinity(0)), environment or {}),
+            env=variables.of_worker(len(os.sched_getaffinity(0)), environment or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.environments import executor
+from harness.environments import executor, variables
 from harness.errors import BadInput
 
 VARIABLE = "DPBENCH_GIT_MIRRORS"
@@ -133,14 +133,14 @@ def _copy(pin: GitPin, source: Path, copy: Path) -> None:
     _git("-C", str(copy), "branch", "--force", f"pinned-{pin.commit}", pin.commit)
 
 
-def _git(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def _git(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             executor.dying_with_parent(["git", *arguments]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            env={**os.environ, "GIT_TERMINAL_PROMPT": "0", **variables},
+            env=variables.of_installer(more),
         )
     except FileNotFoundError:
         raise GitFault("not installable here: git is not on the PATH; install it and run again.") from None

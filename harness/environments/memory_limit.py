@@ -6,7 +6,9 @@ Never an address-space limit: frameworks reserve far more addresses than they us
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from harness.errors import BadInput
+from harness.worker import quota
 
 V2 = Path("/sys/fs/cgroup")
 V1 = Path("/sys/fs/cgroup/memory")
@@ -139,5 +142,19 @@ def from_gibibytes(size: float | None, option: str) -> int | None:
 
 
 def default_limit() -> int:
-    """Nine tenths of the memory that is available now: the machine must survive what a contestant does."""
-    return int(psutil.virtual_memory().available * 0.9)
+    """Nine tenths of the memory that is available now, to the machine and to the control groups that this process is
+    in: both must survive what a contestant does."""
+    return int(min(psutil.virtual_memory().available, *map(_room, quota.groups("memory")), math.inf) * 0.9)
+
+
+def _room(group: Path) -> float:
+    """Return the bytes that a control group may take beside those that the kernel cannot drop."""
+    for most, used, file in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit
+            limit, taken = (int((group / name).read_text()) for name in (most, used))
+            droppable = re.search(rf"^{file} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+            return max(0, limit - taken + int(droppable[1] if droppable else 0))
+    return math.inf

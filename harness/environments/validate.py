@@ -79,6 +79,7 @@ class _Answer(Result):
     compile_seconds: NotNegative | None = None
     timed: _Timed | None = None
     foreign_share: NotNegative = 0.0
+    throttled: NotNegative = 0.0
     epsilon_steps: Count | None = None
     memory: dict[str, Count] = field(default_factory=dict)
     probe: _Probe | None = None

@@ -6,6 +6,7 @@ made anew.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,10 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from harness.environments import executor, git_mirrors
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from harness.environments import executor, git_mirrors, variables
 from harness.environments.backend import AnyContestant, Argument, LocalBackend, Log, as_words
 from harness.environments.executor import WORKER, Executor, Venv
 from harness.environments.unavailable import Unavailable
@@ -59,7 +65,7 @@ class VenvBackend(LocalBackend):
         except EnvironmentFault as fault:
             log(f"{framework.name}: {fault}")
             return Unavailable(str(fault))
-        return Venv(python, contestant.variant.environment, module, framework.root)
+        return Venv(python, contestant.variant.environment, module, framework.root, content(python.parent.parent))
 
     def run_tool(self, module: str, arguments: Sequence[Argument], log: Log) -> str:
         """Run the tool in the environment of plain PyTorch."""
@@ -67,13 +73,21 @@ class VenvBackend(LocalBackend):
 
 
 def parent() -> Path:
-    """Return the folder that holds all environments, made if missing."""
-    return cache.folder("envs")
+    """Return the folder in which environments are made: the cache's, where this user may write it."""
+    shared = cache.root() / "envs"
+    with suppress(OSError):
+        shared.mkdir(exist_ok=True)
+    return shared if os.access(shared, os.W_OK) else cache.own() / "envs"
+
+
+def _places() -> list[Path]:
+    """Return where environments lie: those that somebody else has made in this cache need only be read."""
+    return list(dict.fromkeys((cache.root() / "envs", parent())))
 
 
 def existing() -> list[Environment]:
     """Return all finished environments."""
-    return [_read(marker.parent) for marker in sorted(parent().glob(f"*/{MARKER}"))]
+    return [_read(marker.parent) for place in _places() for marker in sorted(place.glob(f"*/{MARKER}"))]
 
 
 def _read(folder: Path) -> Environment:
@@ -88,14 +102,21 @@ anew."""
 
 def ensure(framework: Framework, log: Log) -> Environment:
     """Return the framework's environment, built where it is missing. Raises :class:`EnvironmentFault`."""
-    folder = parent() / framework.lock_hash
+    lock = framework.lock_hash
+    folder = parent() / lock
     if folder in _faults:
         raise _faults[folder]
-    with cache.locked(parent() / f"{framework.lock_hash}.lock"):
-        if (folder / MARKER).exists():
+    for place in _places():
+        if flaw(place / lock, framework) is None:
+            return _read(place / lock)
+    if folder.parent != cache.root() / "envs":
+        cache.folder("envs")
+    with cache.locked(parent() / f"{lock}.lock"):
+        why = flaw(folder, framework)
+        if why is None:  # another process has made it meanwhile
             return _read(folder)
         if folder.exists():
-            log(f"Environment of {framework.name}: a half-built one is removed")
+            log(f"Environment of {framework.name}: {why}; it is made anew")
             shutil.rmtree(folder)
         try:
             return _build(framework, folder, log)
@@ -104,13 +125,74 @@ def ensure(framework: Framework, log: Log) -> Environment:
             raise
 
 
+def flaw(folder: Path, framework: Framework) -> str | None:
+    """Return why the environment in a folder cannot be used, or None."""
+    if not (folder / MARKER).exists():
+        return "it is half-built"
+    if not (folder / "bin" / "python").exists():
+        return f"its Python ({os.path.realpath(folder / 'bin' / 'python')}) is gone"
+    lacking = _lacking(folder, framework)
+    return f"it lacks {', '.join(lacking)}" if lacking else None
+
+
+def _lacking(folder: Path, framework: Framework) -> list[str]:
+    """Return the pins that nothing in the environment meets."""
+    names = (path.name.removesuffix(".dist-info").rpartition("-") for path in _packages(folder).glob("*.dist-info"))
+    there = {canonicalize_name(name): version for name, _, version in names}
+    wanted: list[str] = []
+    for file in (framework.requirements, framework.requirements_without_dependencies):
+        for pin in pins(file):
+            with suppress(InvalidRequirement):  # an option, or a path
+                need = Requirement(pin.partition(" #")[0].strip())
+                version = there.get(canonicalize_name(need.name))
+                is_met = version is not None and need.specifier.contains(version, prereleases=True)
+                if not is_met and (need.marker is None or need.marker.evaluate({"python_version": framework.python})):
+                    wanted.append(pin)
+    return wanted
+
+
+def _packages(folder: Path) -> Path:
+    """Return the folder of an environment that holds its packages."""
+    return next(iter(sorted(folder.glob("lib/python*/site-packages"))), folder / "none")
+
+
+UNTOLD = re.compile(r"pip[-/].*|\.\./.*|.*\.pyc,.*|[^/]*\.dist-info/(RECORD|INSTALLER|REQUESTED|direct_url\.json),.*")
+"""Of an installation's records, what says how it was made and not what it is."""
+
+
+def content(folder: Path) -> str:
+    """Return a hash of all that is installed in an environment, wherever it came from: of the hashes that pip has
+    recorded of every file, and of the Python; empty where there are none.
+
+    Args:
+        folder: the environment's.
+    """
+    records = sorted(_packages(folder).glob("*.dist-info/RECORD"))
+    return _hash_of(folder, *((path, path.stat().st_mtime_ns) for path in records)) if records else ""
+
+
+@lru_cache(maxsize=100)
+def _hash_of(folder: Path, *records: tuple[Path, int]) -> str:
+    digest = hashlib.sha256()
+    with suppress(OSError):
+        settings = (folder / "pyvenv.cfg").read_text().splitlines()
+        digest.update("".join(line for line in settings if line.startswith("version")).encode())
+    for path, _ in records:
+        for line in sorted(line for line in path.read_text().splitlines() if not UNTOLD.fullmatch(line)):
+            digest.update(line.encode())
+            if line.endswith(",,"):  # pip has recorded no hash of it
+                with suppress(OSError):
+                    digest.update((path.parent.parent / line.removesuffix(",,")).read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def _build(framework: Framework, folder: Path, log: Log) -> Environment:
     start = time.monotonic()
     log(f"Environment of {framework.name}: installing {framework.requirements.name} into {folder}")
     log_file = parent() / f"{framework.lock_hash}.log"
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    pip = [str(folder / "bin" / "python"), "-I", "-m", "pip", "install", "--disable-pip-version-check", "-q"]
     commands = [
-        [interpreter(framework.python), "-m", "venv", str(folder)],
+        [interpreter(framework.python), "-I", "-m", "venv", str(folder)],
         [*pip, "-r", str(framework.requirements)],
     ]
     if pins(framework.requirements_without_dependencies):
@@ -127,10 +209,15 @@ def _build(framework: Framework, folder: Path, log: Log) -> Environment:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, "GIT_TERMINAL_PROMPT": "0", **redirections},
+                    env=variables.of_installer(redirections),
                 )
                 if done.returncode:
                     raise EnvironmentFault(_why(command, done.returncode, log_file))
+        if lacking := _lacking(folder, framework):
+            raise EnvironmentFault(
+                f"not installable here: pip ended well, and {', '.join(lacking)} is not in {folder}; the whole log is "
+                f"{log_file}."
+            )
     except git_mirrors.GitFault as fault:
         raise EnvironmentFault(str(fault)) from None
     except EnvironmentFault:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from harness.analysis import accounting
 from harness.data import store
+from harness.environments import variables
 from harness.environments.backend import Log, Output, RunTool
 from harness.environments.executor import Executor, Limits, ToolFault
 from harness.environments.venv import EnvironmentFault
@@ -22,6 +23,8 @@ from harness.plan.registry import Contestant, code_files
 from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
 from harness.tasks import SMALL_GATE, definition_hash, known_task
+from harness.worker import machine
+from harness.worker.gate.checks import RAISED
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 from harness.worker.sampling import steps_per_epoch
@@ -76,6 +79,9 @@ def key_of(
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [definition_hash(known_task(task)), str(threads), framework.folder_hash]
     parts += _data_hashes(known_task(task).dataset)
+    # What libraries read of the shell; a GPU of another kind has other kernels.
+    parts += [f"{name}={value}" for name, value in variables.named().items()]
+    parts += [str(machine.card()).rpartition(" ")[0]] if device == "cuda" else []
     parts += [identity] if identity else []
     parts += [] if accounting.available() else ["budget not checked"]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -208,9 +214,14 @@ def _remembered(path: Path, key: str, twin: str | None) -> Verdict | None:
 def _verdict(result: Result, key: str, twin: str | None) -> Verdict:
     checks = [GateCheck(**vars(check)) for check in result.checks]
     passed = result.state == "ok" and bool(checks) and all(check.passed for check in checks)
+    state, reason = result.state, result.reason
+    failed = [check for check in checks if not check.passed]
+    if state == "ok" and failed and all(check.detail.startswith(RAISED) for check in failed):
+        # No update was wrong: it raised, which surroundings bring about, too (no home folder, a full disk).
+        state, reason = "crashed", f"{failed[0].check} {failed[0].detail} ({len(failed)} of {len(checks)} checks)"
     return Verdict(
-        state=result.state,
-        reason=result.reason,
+        state=state,
+        reason=reason,
         gate=Gate(passed=passed, key=key, checks=checks, judged_as=twin),
         versions=result.versions,
         log_tail=result.log_tail,

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from harness.analysis import naming
 from harness.analysis.change_points import LEAST_RUNS
 from harness.errors import BadInput
-from harness.store import cache
+from harness.store import cache, surroundings
 from harness.store.record import Cell, Record, Time
 
 SCHEMA = 1
@@ -198,11 +198,8 @@ def condense(records: Sequence[Record], machine: str | None = None, simulated: b
     return [run for run in made if run.cells]
 
 
-_FACTS = ("cpu", "cores", "memory_bytes", "gpus", "id", "threads")
-
-
 def _machine(record: Record, name: str | None) -> dict[str, Any]:
-    facts = {key: record.machine[key] for key in _FACTS if record.machine.get(key) is not None}
+    facts = surroundings.facts(record.machine)
     return {**facts, "id": name} if name else facts
 
 
@@ -239,10 +236,6 @@ def _versions(records: Iterable[Record]) -> dict[str, dict[str, str]]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _code(r: Record) -> str:
-    return f"{r.source.adapter_hash}+{r.source.lock_hash}"
 
 
 def _gate(records: Iterable[Record]) -> GateState:
@@ -290,7 +283,7 @@ def _of_tasks(records: Sequence[Record]) -> list[CellResult]:
                 extrapolated=bool(row["extrapolated"]),
                 memory=_memory(processes) if state == "ok" else {},
                 gate=_gate(kept[i] for i in mine.index),
-                code=_code(max(processes, key=lambda r: r.when)),
+                code=surroundings.of(max(processes, key=lambda r: r.when)).code,
             )
         )
     return found
@@ -332,7 +325,7 @@ def _of_layers(records: Sequence[Record]) -> list[CellResult]:
                 disturbed=[bool(d) for d in timed.disturbed] if state == "ok" else [],
                 memory=_memory(processes) if state == "ok" else {},
                 gate=_gate(processes),
-                code=_code(max(processes, key=lambda r: r.when)),
+                code=surroundings.of(max(processes, key=lambda r: r.when)).code,
             )
         )
     return found

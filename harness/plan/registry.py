@@ -8,10 +8,13 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from urllib.parse import unquote
 
 from harness.errors import BadInput, did_you_mean
 from harness.paths import ROOT
+from harness.worker import machine
 
 EXTRA_FOLDERS = "DPBENCH_FRAMEWORKS"
 """Environment variable: more folders of framework folders, separated like PATH."""
@@ -101,10 +104,11 @@ class Framework:
 
     @property
     def lock_hash(self) -> str:
-        """Identify the environment: the same pins and Python make the same hash, whatever the framework."""
-        text = f"python{self.python}\n" + "\n".join(pins(self.requirements))
+        """Identify the environment: the same pins and Python make the same hash, whatever the framework. Of a pin that
+        names a wheel, a folder or a repository of this machine, what is in it counts."""
+        text = f"python{self.python}\n" + "\n".join(map(_with_content, pins(self.requirements)))
         if bare := pins(self.requirements_without_dependencies):
-            text += "\n--no-deps\n" + "\n".join(bare)
+            text += "\n--no-deps\n" + "\n".join(map(_with_content, bare))
         return _short(text.encode())
 
     @property
@@ -147,6 +151,34 @@ def pins(path: Path) -> list[str]:
     """Return the lines of a requirements file that say something, sorted; none where there is no such file."""
     text = path.read_text() if path.exists() else ""
     return sorted(line.strip() for line in text.splitlines() if line.strip() and line[0] != "#")
+
+
+LOCAL = re.compile(
+    r"(?:-\S+[ =])?(?:[^@/]* @ )?(?P<git>git\+)?(?:file:(?://)?)?(?P<path>[^@#\[]*)(?:@(?P<ref>[^#]+))?.*"
+)
+
+
+def _with_content(pin: str) -> str:
+    """Return a pin with a hash of what it names on this machine; the pin alone where it names nothing here."""
+    found = LOCAL.fullmatch(pin)
+    path = Path(unquote(found["path"].strip())) if found else Path()
+    if not found or "/" not in pin or not (path.is_absolute() or path.exists()):
+        return pin
+    if found["git"]:
+        return f"{pin} {machine.git('rev-parse', found['ref'] or 'HEAD', folder=path)[0]}"
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        inside = file.relative_to(path)
+        if not any(MADE.fullmatch(part) or part == ".git" for part in inside.parts):
+            digest.update(f"{inside}\0".encode() + _digest(file, file.stat().st_mtime_ns, file.stat().st_size))
+    return f"{pin} {digest.hexdigest()}"
+
+
+@lru_cache(maxsize=10_000)
+def _digest(path: Path, *stamp: int) -> bytes:
+    """Return the hash of a file, which is read again where its ``stamp`` is new."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _short(data: bytes) -> str:

@@ -64,10 +64,12 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
         "throughput": throughput.frame(tables),
     }
     chapters = [chapter for section in model.sections(tables) for chapter in _of_section(tables, section, numbers)]
+    # Blocks of older records have no moment.
+    unknown = [] if any(tables.raw.moment) else ["moment"]
     return (
         *chapters,
         elsewhere.chapter(tables),
-        Chapter("Processes", None, frames={"processes": tables.raw}),
+        Chapter("Processes", None, frames={"processes": tables.raw.drop(columns=unknown)}),
     )
 
 

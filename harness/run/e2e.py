@@ -54,7 +54,6 @@ from harness.store.record import (
     Timed,
 )
 from harness.tasks import TASKS, definition_hash, known_task
-from harness.worker import machine
 from harness.worker.batches import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
 from harness.worker.reading import reading_rate
@@ -106,9 +105,10 @@ class Run(Session[Options, Contestant, Job, Request]):
         self.prepare(progress.log)
 
     def _in_order(self, progress: Progress) -> Iterator[Job]:
-        """Round by round. The first round is made whatever time it takes; where the pace allows, rounds beyond the plan
-        follow for what is not known well enough."""
+        """Round by round, of which the first block is made whatever time it takes; where the pace allows, rounds beyond
+        the plan follow for what is not known well enough."""
         began = time.monotonic()
+        yielded: list[Job] = []
         for number in range(max(self._planned_rounds, plan.MOST_ROUNDS if self.pace.minutes else 0)):
             before = self.measured
             jobs = [job for job in self.jobs if job.round == number]
@@ -125,10 +125,15 @@ class Run(Session[Options, Contestant, Job, Request]):
                 self.block = list(jobs_of_block)
                 judging = Moment()
                 self._judge_all(progress, self.block[0].cell.task)
+                self._begun(self.block)
                 began += judging.seconds  # of the time that a pace allows, gates take nothing
-                if number and self.pace.is_over(time.monotonic() - began):
-                    progress.log("Time is up: what was measured is reported; the same command goes on from here.")
+                if self.measured and self.pace.is_over(time.monotonic() - began):
+                    cells = {job.cell for job in self.jobs} - {job.cell for job in yielded}
+                    self.missing += len(cells)
+                    without = f"{len(cells)} cells have no time yet; " if cells else ""
+                    progress.log(f"Time is up: {without}what was measured is reported; the same command goes on.")
                     return
+                yielded += self.block
                 yield from self.block
             if self.measured > before:
                 self.pace.after_round(number + 1, self._planned_rounds)
@@ -156,12 +161,6 @@ class Run(Session[Options, Contestant, Job, Request]):
         record = self.taken.get(job.name)
         return super()._measured(job, progress) if record is None else record
 
-    def _is_due(self, job: Job) -> bool:
-        if job.purpose != "time":
-            return False
-        record = self.folder.read(self._record_name(job))
-        return record is None or not self._stands(job, record)
-
     def _seconds_of(self, record: Record) -> float | None:
         return record.wall_seconds if record.timed is not None and record.timed.turns else None
 
@@ -173,12 +172,12 @@ class Run(Session[Options, Contestant, Job, Request]):
         return record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
 
     def _lacks_its_replay(self, job: Job, record: Record) -> bool:
-        """Return whether the weights that a memory process left for comparison are lost, and its cell is not timed
-        yet."""
+        """Return whether the weights that a memory process left for comparison are lost, and its cell is still to be
+        timed."""
         if job.purpose != "memory" or job.round > 0 or record.state != "ok" or not self.options.time:
             return False
         timed = replace(job, purpose="time")
-        return not self._snapshot(job, "memory").exists() and self.folder.read(self._record_name(timed)) is None
+        return not self._snapshot(job, "memory").exists() and self._is_due(timed)
 
     def _gate_of(self, job: Job) -> Gate:
         """Return what the record of a measurement says of its gate, whose checks stand in a record of their own."""
@@ -212,8 +211,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
             "tasks": {name: definition_hash(known_task(name)) for name in sorted({job.cell.task for job in self.jobs})},
             "harness": admission.sources_hash(admission.GATE_SOURCES),
-            "machine": machine.describe()["id"],
-            "threads": self.threads,
+            "place": self.place(),
         }
 
     def _is_refusal_of_the_past(self, job: Job, record: Record) -> bool:

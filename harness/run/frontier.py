@@ -143,13 +143,11 @@ class FrontierRun(Run):
 
     def _measure_all(self, progress: Progress) -> Summary:
         """Make all searches and measure their throughput, or what is left of them."""
-        states: dict[str, int] = {}
-        counts = {"resumed": 0, "expected": 0}
         for task in self.options.tasks:
-            self._explore(task, progress, states, counts)
-        return Summary(sum(states.values()), counts["resumed"], states, self.folder.path, counts["expected"])
+            self._explore(task, progress)
+        return self.summary()
 
-    def _explore(self, task: str, progress: Progress, states: dict[str, int], counts: dict[str, int]) -> None:
+    def _explore(self, task: str, progress: Progress) -> None:
         rng = random.Random(f"dpbench frontier {self.options.seed} {task}")
         order = list(self.contestants)
         rng.shuffle(order)
@@ -159,11 +157,7 @@ class FrontierRun(Run):
         def probe(contestant: Contestant, size: int, number: int, place: int) -> Record:
             job = self.probe_of(contestant, task, size, number, place)
             progress.doing(f"{task} · {contestant.name} · batch {size}")
-            record, is_old = self.recorded(job, progress)
-            counts["resumed"] += is_old
-            states[record.state] = states.get(record.state, 0) + 1
-            counts["expected"] += self._is_expected(job, record)
-            return record
+            return self.recorded(job, progress)[0]
 
         for place, contestant in enumerate(order):
             sizes, state = self.find(task, lambda size, c=contestant, p=place: probe(c, size, 0, p))  # type: ignore[misc]

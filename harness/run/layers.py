@@ -21,7 +21,6 @@ from harness.run.session import Moment, Session
 from harness.store import cache, seal
 from harness.store.folder import RunFolder
 from harness.store.record import Gate, GateCheck, LayerResult, Load, Record, Seeds
-from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
 from harness.worker.result import Check, Layer, Result
 
@@ -64,8 +63,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
             "options": asdict(self.options),
             "contestants": {name: {"layers": code, "lock": lock} for name, (code, lock) in self.hashes.items()},
             "harness": admission.sources_hash(REFERENCE_SOURCES),
-            "machine": machine.describe()["id"],
-            "threads": self.threads,
+            "place": self.place(),
         }
 
     def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:

@@ -16,20 +16,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
+from harness.environments import variables
+
 SIZE = 1024
 """Size of the matrix product: large enough that arithmetic and not memory traffic takes the time."""
 COPY_BYTES = 64 * 2**20
 """Bytes that each thread copies: several times the caches."""
 SECONDS = 0.3
 """How long each of the two is repeated; the fastest time counts."""
-POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @lru_cache
 def measure(threads: int) -> dict[str, float] | None:
     """``flops_per_second`` of a float32 matrix product and ``bytes_per_second`` of a copy (bytes read plus bytes
     written) on ``threads`` processors; None where they could not be measured. Takes about a second."""
-    environment = {**os.environ, **dict.fromkeys(POOLS, str(threads))}
+    environment = {**os.environ, **dict.fromkeys(variables.POOLS, str(threads))}
     done = subprocess.run(
         [sys.executable, "-m", "harness.run.peaks", str(threads)], env=environment, capture_output=True, text=True
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import shutil
 import tempfile
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from harness.environments.backend import Backend, Log
-from harness.environments.executor import LOG_TAIL, Executor
+from harness.environments.executor import LOG_TAIL, Executor, Venv
 from harness.environments.turns import Seat, Turns
 from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import OutOfTime
@@ -55,13 +57,15 @@ FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 @dataclass
 class Summary:
     """Counts of a run: its records by state, and those that were measured before it. ``expected``: how many of the
-    rejected ones belong to a contestant that declares its fault."""
+    rejected ones belong to a contestant that declares its fault; ``missing``: how many have no time because something
+    could not be installed here."""
 
     total: int
     resumed: int
     states: dict[str, int]
     folder: Path
     expected: int = 0
+    missing: int = 0
 
 
 AnOptions = TypeVar("AnOptions", Options, LayerOptions)
@@ -94,8 +98,11 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         self.threads, self.limits = each.threads, each.limits
         self.executors: dict[str, Executor | Unavailable] = {}
         self.ended: dict[str, Record] = {}
-        self.measured = 0
+        self.measured = self.resumed = self.expected = self.missing = 0
+        self.states: Counter[str] = Counter()
         self.watched = watched_code()
+        self.moment = ""
+        self.anew: set[str] = set()
         self.by_name: dict[str, AContestant] = {c.name: c for c in contestants}
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
 
@@ -138,6 +145,8 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         """Return what the records of all kinds of runs say of a process."""
         commit, dirty = machine.commit()
         code_hash, lock_hash = self._hashes_behind(job)
+        executor = self.executors.get(job.contestant.name)
+        content = executor.content if isinstance(executor, Venv) else ""
         where = self.backend.describe_process(job.contestant.framework, result)
         return {
             "purpose": job.purpose,
@@ -149,9 +158,9 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             "versions": result.versions,
             "image": where.image,
             "container": where.container,
-            "machine": {**where.machine, "threads": self.threads},
-            "block": Block(run=self.folder.id, round=job.round, order=job.order),
-            "source": Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
+            "machine": {**where.machine, **self.place()},
+            "block": Block(run=self.folder.id, round=job.round, order=job.order, moment=self.moment),
+            "source": Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash, content=content),
             "load": load,
             "started": started.text,
             "wall_seconds": started.seconds,
@@ -160,6 +169,25 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             "interrupted": result.interrupted,
             "sequence": sequence.take(),
         }
+
+    def place(self) -> dict[str, Any]:
+        """Return what tells this place, as it is used, from others."""
+        return self.backend.place(self.options.device, self.threads)
+
+    def _is_due(self, job: AJob) -> bool:
+        """Return whether a timed process is still to be measured, or again."""
+        if job.purpose != "time":
+            return False
+        record = self.folder.read(self._record_name(job))
+        return job.name in self.anew or record is None or not self._stands(job, record)
+
+    def _begun(self, block: Sequence[AJob]) -> Sequence[AJob]:
+        """Begin a block. What lies hours apart is no pair: where a process is still to be timed, all of them are."""
+        self.moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+        timed = [job for job in block if job.purpose == "time"]
+        if any(self._is_due(job) and self.refusal(job) is None for job in timed):
+            self.anew |= {job.name for job in timed}
+        return block
 
     def _stands(self, job: AJob, record: Record) -> bool:
         """Return whether a record that is there already counts."""
@@ -186,6 +214,8 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Measure everything, or what is left of it. Ctrl-C or a kill loses at most the process under way."""
         try:
+            if (fault := machine.why_no_commit()) is not None:
+                progress.log(fault)
             self.backend.prepare(self.contestants, progress.log)
             with self.folder.open(self.description(), fresh):
                 self._begin(progress)
@@ -193,21 +223,20 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         finally:
             self.backend.close()
 
+    def summary(self) -> Summary:
+        """Return what :meth:`recorded` has counted."""
+        counts = self.resumed, dict(self.states), self.folder.path, self.expected, self.missing
+        return Summary(self.states.total(), *counts)
+
     def _measure_all(self, progress: Progress) -> Summary:
-        states: dict[str, int] = {}
-        resumed = expected = 0
         progress.begin([key_of(job) for job in self.jobs])
         rounds = 1 + max((job.round for job in self.jobs), default=0)
         for job in self._in_order(progress):
             planned = f"/{rounds}" if job.round < rounds else ""
             progress.doing(f"{title_of(job)}, {job.purpose}, round {job.round + 1}{planned}")
             record, is_old = self.recorded(job, progress)
-            resumed += is_old
-            self.measured += not is_old
-            states[record.state] = states.get(record.state, 0) + 1
-            expected += self._is_expected(job, record)
             progress.done(outcome_of(record), counts=not is_old, seconds=self._seconds_of(record))
-        return Summary(sum(states.values()), resumed, states, self.folder.path, expected)
+        return self.summary()
 
     def _seconds_of(self, record: Record) -> float | None:
         """Return what the record took, where that is not the time since the one before it."""
@@ -215,17 +244,23 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     def _in_order(self, progress: Progress) -> Iterator[AJob]:
         """Yield the jobs as they are measured; the former one is on record when the next one is asked for."""
-        yield from self.jobs
+        for _, block in itertools.groupby(self.jobs, key=lambda job: (job.cell.layer, job.cell.batch_size, job.round)):
+            yield from self._begun(list(block))
 
     def recorded(self, job: AJob, progress: Progress) -> tuple[Record, bool]:
         """Return the record of a job, and whether it was there already; measured and written where it was not."""
         name = self._record_name(job)
         record = self.folder.read(name)
-        is_old = record is not None and self._stands(job, record)
+        is_old = record is not None and job.name not in self.anew and self._stands(job, record)
         if record is None or not is_old:
             record = self._measured(job, progress)
             self.folder.write(name, record)
         self._remember(job, record)
+        self.resumed += is_old
+        self.measured += not is_old
+        self.states[record.state] += 1
+        self.expected += self._is_expected(job, record)
+        self.missing += isinstance(self.executors.get(job.contestant.name), Unavailable)
         return record, is_old
 
     def _key(self, job: AJob) -> str:
@@ -308,7 +343,10 @@ def undisturbed(
         if repeat >= most:
             break
         repeat += 1
-    load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
+    held = result.throttled
+    disturbed = disturbed or held > DISTURBED_SHARE  # and would be the next time, too
+    canaries = {"canary_before": before, "canary_after": after}
+    load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, throttled=held, **canaries)
     return by_the_clock(result), load
 
 
@@ -351,7 +389,10 @@ def in_turns(
                 log(f"{name}: {who} was disturbed ({result.clock_fault or result.reason}), repeated")
             share = result.foreign_share
             is_swamped = share > SWAMPED_SHARE and not _is_without_waiting(result)
-            load = Load(foreign_share=share, disturbed=is_swamped, repeats=repeat)
+            held = result.throttled
+            load = Load(
+                foreign_share=share, disturbed=is_swamped or held > DISTURBED_SHARE, repeats=repeat, throttled=held
+            )
             found[who] = by_the_clock(result), load
         late = left.keys() - results.keys()
         if late:

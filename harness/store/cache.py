@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.data.store import cache_folder
+from harness.data.store import cache_folder, usual_cache
 from harness.errors import BadInput
 
 
@@ -25,9 +25,24 @@ def root() -> Path:
     return path
 
 
+def own() -> Path:
+    """Return the part of the cache that this user writes: all of a cache of their own, else a folder of theirs in it,
+    or, where they may not make one there, their usual cache. What is sealed for one user tells another nothing."""
+    there = root()
+    if there.stat().st_uid == os.getuid():
+        return there
+    for path in (there / f"of-{os.getuid()}", usual_cache()):
+        with suppress(OSError):
+            path.mkdir(parents=True, exist_ok=True)
+            if os.access(path, os.W_OK):
+                return path
+    return there
+
+
 def folder(name: str) -> Path:
-    """Return a folder of the cache, made if missing. Raises :class:`BadInput` where it cannot be made or written."""
-    path = root() / name
+    """Return a folder of this user's part of the cache, made if missing. Raises :class:`BadInput` where it cannot be
+    made or written."""
+    path = own() / name
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:

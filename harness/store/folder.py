@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.data.store import home
 from harness.errors import BadInput
-from harness.store import cache, record
+from harness.store import cache, record, surroundings
 from harness.store.record import Record
 
 PLAN = "plan.json"
@@ -93,7 +94,7 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise BadInput(f"{path} is corrupt; start anew with --fresh (the old records are kept aside).") from None
         if old != wanted:
-            what = ", ".join(_differences(old, wanted))
+            what = ", ".join(surroundings.differences(old, wanted))
             raise BadInput(
                 f"{self.path} holds a run that differs in {what}; start anew with --fresh (the old records are kept "
                 "aside), or choose another folder with --out."
@@ -153,18 +154,6 @@ def misnamed(path: Path, value: Record) -> str:
     )
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of what differs."""
-    names: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            names += _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            names.append(f"{prefix}{key} ({a!r} then, {b!r} now)")
-    return names
-
-
 def pack(folder: Path, target: Path) -> int:
     """Write all records of a run into one ``.jsonl`` (compressed where the target ends in ``.gz``), a record a line,
     sorted by name; returns how many. Raises
@@ -191,5 +180,8 @@ def pack(folder: Path, target: Path) -> int:
 def portable(value: Record) -> str:
     """Return the record as a line for others: the home folder, which a reason may name with a log, is written as
     ``~``."""
-    home = json.dumps(str(Path.home()), ensure_ascii=False)[1:-1]
-    return re.sub(r"(?<![\w./~-])" + re.escape(home) + "/", "~/", value.to_json())
+    there = home()
+    if there is None:
+        return value.to_json()
+    name = json.dumps(str(there), ensure_ascii=False)[1:-1]
+    return re.sub(r"(?<![\w./~-])" + re.escape(name) + "/", "~/", value.to_json())

@@ -215,12 +215,14 @@ class Accuracy(_Model):
 
 
 class Load(_Model):
-    """``foreign_share``: share of the machine's processors that other processes took inside the clock.
+    """``foreign_share``: share of the machine's processors that other processes took inside the clock. ``throttled``:
+    share of the periods in which a quota of processors stopped it there.
     ``canary_before``/``after``: seconds of a fixed matrix product and copy, by the harness itself."""
 
     foreign_share: float
     disturbed: bool
     repeats: int
+    throttled: float = 0.0
     canary_before: float | None = None
     canary_after: float | None = None
 
@@ -251,20 +253,24 @@ class Seeds(_Model):
 
 
 class Block(_Model):
-    """``round`` is the replicate; ``order`` the place inside the randomised block of (task, batch size, round)."""
+    """``round`` is the replicate; ``order`` the place inside the randomised block of (task, batch size, round).
+    ``moment``: when the block that it was measured in began: only what was is paired. Empty in older records."""
 
     run: str
     round: int
     order: int
+    moment: str = ""
 
 
 class Source(_Model):
-    """The code that was measured: commit of the checkout, hashes of the contestant's code and of its pins."""
+    """The code that was measured: commit of the checkout, hashes of the contestant's code, of its pins, and of what was
+    installed (:func:`harness.environments.venv.content`; empty in older records and in containers)."""
 
     commit: str | None
     dirty: bool | None
     adapter_hash: str
     lock_hash: str
+    content: str = ""
 
 
 class Image(_Model):
@@ -378,6 +384,9 @@ MACHINE_FACTS: dict[str, type | tuple[type, ...]] = {
     "memory_bytes": int,
     "threads": int,
     "gpus": list,
+    "card": str,
+    "quota": (int, float),
+    "variables": dict,
     "load_average": (int, float),
     "peaks": dict,
 }

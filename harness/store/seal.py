@@ -27,7 +27,7 @@ def of(name: str, content: bytes) -> str:
 
 
 def _key() -> bytes:
-    path = cache.root() / KEY
+    path = cache.own() / KEY
     with cache.locked(path.with_suffix(".lock")):
         try:
             known = bytes.fromhex(path.read_text())

@@ -13,7 +13,7 @@ FILE = "sequence"
 def take() -> int:
     """Return the next number: milliseconds since 1970, or one more than the last number taken where the clock stands
     behind it. A lost or unreadable file costs the memory of the last one only."""
-    path = cache.root() / FILE
+    path = cache.own() / FILE
     with cache.locked(path.with_suffix(".lock")):
         try:
             last = int(path.read_text())

@@ -8,9 +8,11 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from harness.worker import quota
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +76,8 @@ def collector_paused(collect: bool = True) -> Iterator[None]:
 
 @dataclass
 class ForeignLoad:
-    """Adds up, over timed windows, what share of the processors that this process may use others took.
+    """Adds up, over timed windows, what share of the processors that this process may use others took, and how often a
+    quota of its control group stopped it.
 
     Linux's /proc/stat counts all busy ticks (and ticks stolen by the host); what this process and its children used
     is taken off. Ticks are 10 ms, so windows much shorter than a second are coarse.
@@ -82,12 +85,17 @@ class ForeignLoad:
 
     foreign: float = 0.0
     available: float = 0.0
+    periods: int = 0
+    stopped: int = 0
+    group: quota.Group | None = field(default_factory=quota.group)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        before = _cpu_seconds()
+        before, begun = _cpu_seconds(), self.group.periods() if self.group else (0, 0)
         yield
-        after = _cpu_seconds()
+        after, ended = _cpu_seconds(), self.group.periods() if self.group else (0, 0)
+        self.periods += ended[0] - begun[0]
+        self.stopped += ended[1] - begun[1]
         if before is None or after is None:
             return
         wall, busy, own = (b - a for a, b in zip(before, after, strict=True))
@@ -97,6 +105,11 @@ class ForeignLoad:
     @property
     def share(self) -> float:
         return self.foreign / self.available if self.available else 0.0
+
+    @property
+    def throttled(self) -> float:
+        """Return the share of the quota's periods in which this process's group was stopped."""
+        return self.stopped / self.periods if self.periods else 0.0
 
 
 def _own_processors() -> set[int]:

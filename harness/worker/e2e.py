@@ -152,6 +152,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
             rows_timed=rows,
         ),
         "foreign_share": timed.load.share,
+        "throttled": timed.load.throttled,
         "epsilon_own": own,
         "epsilon_steps": total_steps,
     }

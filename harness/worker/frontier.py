@@ -54,6 +54,7 @@ def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
         "memory": {**m.adapter.peak_memory().bytes_by_metric, memory.GROWTH_WITH_COMPILE: growth},
         "probe": Probe(start_up, first, seconds),
         "foreign_share": load.share,
+        "throttled": load.throttled,
     }
     if not all(np.isfinite(value).all() for value in weights.values()):
         result |= {"state": "rejected", "reason": "the weights after the steps are not finite."}

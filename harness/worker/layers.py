@@ -273,6 +273,7 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
             plan=dict(adapter.plan()),
         ),
         foreign_share=load.share if load.available >= SHARE_FROM else 0.0,
+        throttled=load.throttled,
         checks=[Check(**check) for check in checks],
     )
     if request.sketches:

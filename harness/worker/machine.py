@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 from functools import lru_cache
@@ -16,17 +18,22 @@ from harness.paths import ROOT
 
 @lru_cache
 def describe() -> dict[str, Any]:
-    """CPU, memory, kernel, GPUs, and ``id``: a short hash that tells two machines apart without naming them."""
+    """CPU, memory, kernel, GPUs, and ``id``: a short hash that tells two machines apart without naming them.
+
+    Memory is in whole GiB, rounded up: another kernel keeps some pages more or less for itself. Which GPU is used, and
+    by which driver, is no part of the identity, see :func:`card`.
+    """
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": math.ceil(pages / 2**30) * 2**30,
         "system": platform.system(),
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "gpus": gpus(),
     }
-    identity = [str(facts[k]) for k in ("cpu", "cores", "memory_bytes", "gpus")] + [_machine_id()]
+    identity = [str(facts[k]) for k in ("cpu", "cores", "memory_bytes")] + [_machine_id()]
     facts["id"] = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:8]
     return facts
 
@@ -43,46 +50,73 @@ def state() -> dict[str, Any]:
 
 def _gpu_throttle() -> list[str]:
     """Bit masks of the reasons why each GPU's clock is held down right now (0x0: none); empty without a GPU."""
-    if not describe()["gpus"]:
-        return []
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=clocks_event_reasons.active", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.split() if done.returncode == 0 else []
+    return _nvidia_smi("--query-gpu=clocks_event_reasons.active", "--format=csv,noheader")
 
 
 def gpus() -> list[str]:
     """Names and drivers of the CUDA devices that ``nvidia-smi`` sees; empty without one."""
+    return _nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+
+
+def card() -> str | None:
+    """Return the name and the UUID of the GPU that a process with one device computes on: the first that
+    CUDA_VISIBLE_DEVICES lets it see, in the order of ``nvidia-smi``, a MIG slice as such; None where it sees none."""
+    whole: list[tuple[str, str]] = []
+    slices: list[tuple[str, str]] = []
+    for line in _nvidia_smi("-L"):
+        if found := re.search(r"(.*) \(UUID: ([^)]+)\)", line):
+            name = re.sub(r"^(GPU \d+:|MIG)\s*|\s*Device\s+\d+:", "", found[1]).strip()
+            if line.startswith("GPU"):
+                whole.append((name, found[2]))
+            else:
+                slices.append((f"{whole[-1][0]} MIG {name}", found[2]))
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if asked is None else asked.split(",")[0].strip()
+    if re.fullmatch(r"\d+", first):
+        seen = whole[int(first) :]
+    else:
+        seen = [(name, uuid) for name, uuid in (*whole, *slices) if first and uuid.startswith(first)]
+    return f"{seen[0][0]} {seen[0][1]}" if seen else None
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True)
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 @lru_cache
 def commit() -> tuple[str | None, bool | None]:
-    """(git commit of this checkout, whether tracked files differ from it); (None, None) outside a checkout."""
+    """(git commit of this checkout, whether tracked files differ from it); (None, None) outside a checkout, and where
+    git does not say."""
     # An installed tree, or a copy without its .git, may lie inside of another repository.
-    if _git("rev-parse", "--show-prefix") != "":
+    if git("rev-parse", "--show-prefix")[0] != "":
         return None, None
-    head = _git("rev-parse", "HEAD")
+    head, _ = git("rev-parse", "HEAD")
     if head is None:
         return None, None
-    return head, bool(_git("status", "--porcelain", "--untracked-files=no"))
+    return head, bool(git("status", "--porcelain", "--untracked-files=no")[0])
 
 
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    except OSError:
+def why_no_commit() -> str | None:
+    """Return a sentence on why git does not tell the commit of this checkout, in its own words; None where it does, or
+    this is no checkout."""
+    if commit()[0] is not None or not (ROOT / ".git").exists():
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return f"The records name no commit: {git('rev-parse', 'HEAD')[1] or 'git does not say why'}"
+
+
+def git(*arguments: str, folder: Path = ROOT) -> tuple[str | None, str]:
+    """Return (what git prints, None where it fails; its own words on why). ``folder``: of the repository, whatever one
+    the shell's variables name."""
+    elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    kept = {name: value for name, value in os.environ.items() if name not in elsewhere}
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, env=kept)
+    except OSError as error:
+        return None, f"git cannot be started ({error.strerror})"
+    return (done.stdout.strip() if done.returncode == 0 else None), " ".join(done.stderr.split())
 
 
 def _cpu_model() -> str:

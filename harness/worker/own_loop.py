@@ -66,6 +66,7 @@ def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]
             updates=updates[0],
         ),
         "foreign_share": timed.load.share,
+        "throttled": timed.load.throttled,
         "epsilon_own": own_epsilon(m.adapter, total_steps, request.delta) if request.private else None,
         "epsilon_steps": total_steps,
     }

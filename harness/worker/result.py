@@ -122,6 +122,7 @@ class Result:
         compile_seconds: what the first pass took more than a later one.
         timed: how the seconds came about.
         foreign_share: share of the processors that other processes took inside the clock.
+        throttled: share of the periods of its quota of processors in which it was stopped inside the clock.
         epsilon_steps: steps of the whole epochs that the figure stands for; ``epsilon_own``: the library's own ε.
         memory: bytes by metric.
         probe: the probe of the memory frontier that this process was.
@@ -144,6 +145,7 @@ class Result:
     compile_seconds: float | None = None
     timed: Timed | None = None
     foreign_share: float = 0.0
+    throttled: float = 0.0
     epsilon_steps: int | None = None
     epsilon_own: float | None = None
     memory: dict[str, int] = field(default_factory=dict)

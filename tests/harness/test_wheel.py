@@ -92,7 +92,7 @@ def test_what_is_installed_finds_its_contestants(installed: Installed) -> None:
 
 
 def test_workers_see_the_tree_of_the_wheel_and_no_library_of_the_harness(installed: Installed) -> None:
-    code = "from harness.environments.executor import worker_environment as e; print(e(1, {})['PYTHONPATH'])"
+    code = "from harness.environments.variables import of_worker as e; print(e(1, {})['PYTHONPATH'])"
     root = Path(installed.run("python", "-c", code).stdout.strip())
     assert root == installed.site / "dpbench"
     assert {path.name for path in root.iterdir()} == {name.split("/")[0] for name in PARTS}

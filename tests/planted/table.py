@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.analysis.sequential import Rule, follow
+from harness.analysis.sequential import Rule
 from harness.compare.record import Comparison, counted, most_set_aside
 from tests.planted.faults import FAULTS
+from tests.support.simulations import follow
 
 EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.10, 0.15)
 TRIALS = 20_000

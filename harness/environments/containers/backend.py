@@ -16,6 +16,7 @@ from harness.environments.backend import (
     Output,
     Provenance,
     Resources,
+    place_of,
 )
 from harness.environments.containers import engine, images, lockfile
 from harness.environments.containers.engine import Engine
@@ -27,7 +28,7 @@ from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.plan.registry import Framework, frameworks
-from harness.store import cache, record
+from harness.store import cache, record, surroundings
 from harness.worker import machine, speed_probe
 from harness.worker.container_entrypoint import RESULTS
 from harness.worker.result import Result
@@ -146,6 +147,10 @@ class ContainerBackend:
 
     def describe(self) -> dict[str, Any]:
         return {"images": self._described, "engine": self.engine.facts["id"]}
+
+    def place(self, device: str, threads: int) -> dict[str, Any]:
+        """Return the facts; a container has none of this process's variables, and a quota of its own."""
+        return surroundings.facts(place_of(device, threads))
 
     def describe_process(self, framework: Framework, result: Result | None) -> Provenance:
         image = self._named or self._images.get((framework.root, framework.lock_hash))

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from harness.data.store import home
 from harness.environments.containers import seccomp
 from harness.errors import BadInput
 
@@ -166,11 +167,11 @@ def elsewhere(than: str) -> list[str]:
     """Return addresses of engines that Docker's command line, or a rootless installation, would use instead."""
     from docker.context import ContextAPI
 
-    runtime, home = Path(os.environ.get("XDG_RUNTIME_DIR", "/nowhere")), Path.home()
+    runtime, own = Path(os.environ.get("XDG_RUNTIME_DIR", "/nowhere")), home() or Path("/nowhere")
     usual = (
         runtime / "docker.sock",
-        home / ".docker" / "desktop" / "docker.sock",
-        home / ".colima" / "default" / "docker.sock",
+        own / ".docker" / "desktop" / "docker.sock",
+        own / ".colima" / "default" / "docker.sock",
         runtime / "podman" / "podman.sock",
         Path("/run/podman/podman.sock"),
         Path("/var/run/docker.sock"),

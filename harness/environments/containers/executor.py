@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.data import store
-from harness.environments import validate
+from harness.environments import validate, variables
 from harness.environments.containers import engine
 from harness.environments.containers.engine import Engine, EngineGone
 from harness.environments.containers.images import Image
@@ -304,13 +304,8 @@ def processors(threads: int) -> str:
 
 def inside_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]:
     """Nothing of this machine's environment enters a container."""
-    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {
-        **dict.fromkeys(pools, str(threads)),
-        "PYTHONPATH": str(CODE),
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        **variables.of_every_worker(threads, CODE),
         "DPBENCH_CACHE": str(CACHE),
         "HOME": "/tmp",
         # Nobody has no name, and some libraries ask for one.

@@ -13,6 +13,7 @@ from harness.analysis.frames import SHOWN_PACKAGES, Tables, rows_of
 from harness.analysis.naming import machine_label, number
 from harness.errors import BadInput
 from harness.report import model
+from harness.store import surroundings
 from harness.store.record import Record
 
 COMMAND = "reproduce"
@@ -83,16 +84,13 @@ def other_cells(records: Iterable[Record]) -> dict[str, list[tuple[Record, dict[
         cells.setdefault(record.cell.name, []).append(record)
     found = {}
     for name, here in cells.items():
-        newest = {machine_label(r.machine): _code(r) for r in here}
+        made = [surroundings.of(r) for r in here]
+        newest = {one.key: one.code for one in made}
         found[name] = [
-            (r, {"state": r.state, "reason": r.reason, "superseded": _code(r) != newest[machine_label(r.machine)]})
-            for r in here
+            (r, {"state": r.state, "reason": r.reason, "superseded": one.code != newest[one.key]})
+            for r, one in zip(here, made, strict=True)
         ]
     return found
-
-
-def _code(record: Record) -> tuple[str, str]:
-    return record.source.adapter_hash, record.source.lock_hash
 
 
 def summary(tables: Tables, name: str) -> Iterator[str]:
@@ -245,6 +243,7 @@ def _load(record: Record) -> str:
     probes = [f"{c:.3g} s" for c in (load.canary_before, load.canary_after) if c is not None]
     return (
         f"other programs took {load.foreign_share:.1%} of the processors, {load.repeats} repeats"
+        + (f", its quota stopped it in {load.throttled:.0%} of its periods" if load.throttled else "")
         + (", disturbed" if load.disturbed else "")
         + (f", speed probe before and after {' and '.join(probes)}" if probes else "")
     )

@@ -132,7 +132,7 @@ def vega() -> str:
 
     kept = None
     with contextlib.suppress(BadInput):
-        kept = cache.root() / f"vega-{metadata.version('vl-convert-python')}.js"
+        kept = cache.own() / f"vega-{metadata.version('vl-convert-python')}.js"
         if kept.exists():
             return kept.read_text(encoding="utf-8")
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script")

@@ -84,6 +84,8 @@ EXCESS_LIMIT = 1e-3
 below it; a wrong norm does not."""
 EXCESS_FINDING = 1e-5
 """From here on it is told, though float32 explains it: the noise is calibrated to C."""
+RAISED = "raised "
+"""How the detail of a check begins that an exception ended."""
 FINDING = "finding: "
 """How the detail of a check begins that passes and has something to tell."""
 
@@ -190,7 +192,7 @@ def _guarded(name: str, run: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     except (Unsupported, MemoryError):
         raise
     except Exception as error:
-        yield _check(name, None, None, f"raised {type(error).__name__}: {error}"[:500])
+        yield _check(name, None, None, f"{RAISED}{type(error).__name__}: {error}"[:500])
 
 
 def _check(name: str, error: float | None, limit: float | None, detail: str = "") -> Check:

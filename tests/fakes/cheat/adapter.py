@@ -109,7 +109,7 @@ class Peeks(Vectorised):
             else:
                 return
             frame = frame.f_back
-        with open(os.environ["CHEAT_FOUND"], "a") as file:
+        with open(os.environ["DPBENCH_CHEAT_FOUND"], "a") as file:
             file.write(f"{found}\n")
 
 
@@ -153,7 +153,7 @@ class WorksAhead(Vectorised):
     def step(self, indices: Array, mask: Array | None) -> None:
         if timing() and self.ahead and self.steps >= HONEST_STEPS:
             rows = self.ahead.pop(0)
-            with open(os.environ["CHEAT_FOUND"], "a") as file:
+            with open(os.environ["DPBENCH_CHEAT_FOUND"], "a") as file:
                 file.write(f"{np.array_equal(rows, indices)}\n")
         super().step(indices, mask)
 

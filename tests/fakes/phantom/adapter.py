@@ -61,12 +61,12 @@ class Phantom(Adapter):
             misbehave()
 
     def _sleeper(self) -> None:
-        """Tells the file PHANTOM_SLEPT when each sleep began and ended: a busy machine wakes a sleeper late."""
+        """Tells the file DPBENCH_TEST_SLEPT when each sleep began and ended: a busy machine wakes a sleeper late."""
         started = time.perf_counter()
         time.sleep(0.01)
         ended = time.perf_counter()
-        if "PHANTOM_SLEPT" in os.environ:
-            with open(os.environ["PHANTOM_SLEPT"], "a") as file:
+        if "DPBENCH_TEST_SLEPT" in os.environ:
+            with open(os.environ["DPBENCH_TEST_SLEPT"], "a") as file:
                 file.write(f"{started} {ended}\n")
 
     def _late(self) -> None:

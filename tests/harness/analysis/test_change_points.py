@@ -10,29 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.analysis import change_points
+from tests.support import simulations
 
 
-@pytest.mark.parametrize("kind", change_points.INDEPENDENT)
+@pytest.mark.parametrize("kind", simulations.INDEPENDENT)
 def test_noise_alone_raises_no_more_alarms_than_stated(kind):
     """40 series-years expect 0.1 of the stated 1 in 100; two would come by chance in less than 6 % at that bound."""
-    found = [change_points.find(values) for values in change_points.simulate(365, 40, seed=3, kind=kind)]
+    found = [change_points.find(values) for values in simulations.series(365, 40, seed=3, kind=kind)]
     assert sum(len(f.alarms) for f in found) <= 1
     assert sum(len(f.steps) for f in found) <= 1
 
 
 def test_runs_on_two_levels_are_no_steps_and_a_step_among_them_is_one():
     """30 % of the runs take 4 % longer, which is eight times the noise of either level."""
-    noise = list(change_points.simulate(365, 20, seed=12, kind="levels"))
+    noise = list(simulations.series(365, 20, seed=12, kind="levels"))
     found = [change_points.find(values) for values in noise]
     assert not any(f.alarms for f in found)
     assert all(f.noise is not None and f.noise.heaviness > 2 for f in found)
-    for values in change_points.simulate(365, 10, seed=13, kind="levels", effect=0.2, at=180):
+    for values in simulations.series(365, 10, seed=13, kind="levels", effect=0.2, at=180):
         (step,) = change_points.find(values).steps
         assert step.first - 2 <= 180 <= step.last + 2 and step.alarm - 180 < 40
 
 
 def test_normal_noise_pays_no_more_for_a_step_than_before():
-    for values in change_points.simulate(365, 10, seed=14):
+    for values in simulations.series(365, 10, seed=14):
         found = change_points.find(values).noise
         assert found is not None and found.heaviness < 1.15
 
@@ -41,14 +42,14 @@ def test_correlated_noise_raises_no_more_alarms_than_its_own_figure():
     """Which is above the bound of independent noise, and says so."""
     one_year, two_years = change_points.ALARMS_PER_100_YEARS["correlated"]
     assert min(one_year, two_years) > 1.0 and max(one_year, two_years) < 5.0
-    found = [change_points.find(values) for values in change_points.simulate(365, 100, seed=15, kind="correlated")]
+    found = [change_points.find(values) for values in simulations.series(365, 100, seed=15, kind="correlated")]
     assert sum(len(f.alarms) for f in found) <= 9  # 3.75 are expected, and more than 9 come in 0.5 % of cases
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", change_points.INDEPENDENT)
+@pytest.mark.parametrize("kind", simulations.INDEPENDENT)
 def test_the_stated_false_alarm_rate_over_400_series_years(kind):
-    alarms = sum(len(change_points.find(v).alarms) for v in change_points.simulate(730, 200, seed=5, kind=kind))
+    alarms = sum(len(change_points.find(v).alarms) for v in simulations.series(730, 200, seed=5, kind=kind))
     assert alarms <= 8  # 4 are the stated bound; more than 8 would come in 2 % of cases at that rate
 
 
@@ -65,7 +66,7 @@ def test_the_stated_false_alarm_rate_over_400_series_years(kind):
 def test_steps_are_found_with_the_delay_that_is_stated(noise, effect, found_share, delay):
     """100 runs before, 150 after; the place within 95 % ranges, the ratio within its interval."""
     hits = []
-    for values in change_points.simulate(250, 20, seed=11, sd=noise, effect=effect, at=100):
+    for values in simulations.series(250, 20, seed=11, sd=noise, effect=effect, at=100):
         found = change_points.find(values)
         hits += [s for s in found.steps if s.first - 5 <= 100 <= s.last + 5]
         assert len(found.steps) <= 1, "one step, not a staircase"
@@ -77,20 +78,20 @@ def test_steps_are_found_with_the_delay_that_is_stated(noise, effect, found_shar
 
 
 def test_a_step_down_is_found_like_one_up():
-    (values,) = change_points.simulate(120, 1, seed=2, effect=-0.1, at=60)
+    (values,) = simulations.series(120, 1, seed=2, effect=-0.1, at=60)
     (step,) = change_points.find(values).steps
     assert step.at == 60 and 0.88 < step.low < step.ratio < step.high < 0.92
 
 
 def test_slow_runs_that_go_back_are_no_steps():
-    (values,) = change_points.simulate(200, 1, seed=4)
+    (values,) = simulations.series(200, 1, seed=4)
     values[100] *= 5
     values[150:153] *= 1.5
     assert change_points.find(values).steps == ()
 
 
 def test_a_step_needs_as_many_runs_after_it_as_stated():
-    (values,) = change_points.simulate(400, 1, seed=6, effect=1.0, at=300)
+    (values,) = simulations.series(400, 1, seed=6, effect=1.0, at=300)
     needed = change_points.find(values[:300]).shortest
     assert 3 <= needed <= 6
     assert change_points.find(values[: 300 + needed - 1]).steps == ()
@@ -99,7 +100,7 @@ def test_a_step_needs_as_many_runs_after_it_as_stated():
 
 
 def test_an_alarm_stays_what_it_was_when_runs_are_added():
-    (values,) = change_points.simulate(300, 1, seed=8, effect=0.05, at=150)
+    (values,) = simulations.series(300, 1, seed=8, effect=0.05, at=150)
     (final,) = change_points.find(values).steps
     for until in (final.alarm + 1, final.alarm + 20, 299):
         (step,) = change_points.find(values[:until]).steps
@@ -109,7 +110,7 @@ def test_an_alarm_stays_what_it_was_when_runs_are_added():
 
 def test_two_steps_near_each_other_keep_their_alarms_when_runs_are_added():
     """The second is so near that it moves the first alarm's place no further than a re-placed step would."""
-    (values,) = change_points.simulate(120, 1, seed=2, effect=0.2, at=60)
+    (values,) = simulations.series(120, 1, seed=2, effect=0.2, at=60)
     values[66:] *= 1.2
     found = [change_points.find(values[:until]).steps for until in (80, 85, 90, 120)]
     assert [s.at for s in found[0]] == [60, 66]
@@ -118,8 +119,8 @@ def test_two_steps_near_each_other_keep_their_alarms_when_runs_are_added():
 
 
 def test_correlated_noise_raises_the_bar_by_itself():
-    independent = change_points.noise(np.log(change_points.simulate(700, 1, seed=1)[0]))
-    correlated = change_points.noise(np.log(change_points.simulate(700, 1, seed=1, kind="correlated")[0]))
+    independent = change_points.noise(np.log(simulations.series(700, 1, seed=1)[0]))
+    correlated = change_points.noise(np.log(simulations.series(700, 1, seed=1, kind="correlated")[0]))
     assert independent.inflation < 1.2 < 1.8 < correlated.inflation
 
 

@@ -9,7 +9,8 @@ import pytest
 from scipy import special
 
 from harness.analysis import sequential
-from harness.analysis.sequential import FIRST_LOOK, Rule, follow, judge, limits
+from harness.analysis.sequential import FIRST_LOOK, Rule, judge, limits
+from tests.support.simulations import follow
 
 ROUNDS = 20
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from harness.analysis import stats
+from tests.support import simulations
 
 
 def test_a_process_contributes_the_median_of_its_epochs():
@@ -113,30 +114,30 @@ def test_swapping_the_contestants_mirrors_the_answer(x):
 
 @pytest.mark.parametrize("rounds", [5, 10])
 def test_equal_contestants_are_called_different_in_at_most_six_percent(rounds):
-    shares = stats.simulate(rounds, effect=0.0, trials=4000, seed=rounds)
+    shares = simulations.verdicts(rounds, effect=0.0, trials=4000, seed=rounds)
     assert 0.035 <= shares["faster"] + shares["slower"] <= 0.06
     assert shares["none"] == 0
 
 
 def test_a_true_two_percent_is_found_at_ten_rounds():
-    assert stats.simulate(10, effect=0.02, trials=2000, seed=1)["faster"] >= 0.9
-    assert stats.simulate(10, effect=-0.02, trials=2000, seed=2)["slower"] >= 0.9
+    assert simulations.verdicts(10, effect=0.02, trials=2000, seed=1)["faster"] >= 0.9
+    assert simulations.verdicts(10, effect=-0.02, trials=2000, seed=2)["slower"] >= 0.9
 
 
 def test_drift_between_blocks_changes_nothing():
-    calm = stats.simulate(10, 0.02, 500, 3, stats.Noise(drift_sd=0.0))
-    stormy = stats.simulate(10, 0.02, 500, 3, stats.Noise(drift_sd=0.5))
+    calm = simulations.verdicts(10, 0.02, 500, 3, simulations.Noise(drift_sd=0.0))
+    stormy = simulations.verdicts(10, 0.02, 500, 3, simulations.Noise(drift_sd=0.5))
     assert stormy["faster"] == pytest.approx(calm["faster"], abs=0.01)
 
 
 def test_a_difference_at_the_margin_is_called_equivalent_in_at_most_six_percent():
     # A noisy pair: with the standard noise a 5 % difference is always found, and "slower" goes before "equivalent".
-    shares = stats.simulate(10, effect=0.05, trials=4000, seed=4, noise=stats.Noise(paired_sd=0.03))
+    shares = simulations.verdicts(10, effect=0.05, trials=4000, seed=4, noise=simulations.Noise(paired_sd=0.03))
     assert shares["equivalent"] <= 0.06
 
 
 def test_too_few_rounds_never_give_a_verdict():
-    assert stats.simulate(4, 0.5, 50, 0)["none"] == 1.0
+    assert simulations.verdicts(4, 0.5, 50, 0)["none"] == 1.0
 
 
 def against_equals(rounds: int, others: int, trials: int, slower: float = 0.0):

@@ -28,8 +28,8 @@ def test_environments_are_made_side_by_side_and_one_that_cannot_be_is_a_row(monk
     monkeypatch.setattr(venv, "ensure", ensure)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     done = CliRunner().invoke(app, ["env", "make", "pytorch", "jax", "--json"])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 3, done.output
     assert json.loads(done.stdout) == [
         {"framework": "pytorch", "state": "ready", "where": "made"},
-        {"framework": "jax", "state": "unsupported", "where": "there is no such version."},
+        {"framework": "jax", "state": "not installed", "where": "there is no such version."},
     ]

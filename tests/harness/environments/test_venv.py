@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import zipfile
 from dataclasses import replace
@@ -62,8 +63,8 @@ def test_what_git_cannot_reach_is_not_installable_offline_and_tried_once(framewo
     assert len(said) == 1
 
 
-def _package(folder: Path, name: str, requires: str) -> str:
-    """The line that pins a package of nothing, made on the spot as a wheel."""
+def _package(folder: Path, name: str, requires: str, code: str = "") -> str:
+    """The line that pins a package, made on the spot as a wheel."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n" + (
         f"Requires-Dist: {requires}\n" if requires else ""
@@ -71,7 +72,7 @@ def _package(folder: Path, name: str, requires: str) -> str:
     files = {
         f"{name}-1.0.dist-info/METADATA": metadata,
         f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{name}.py": "",
+        f"{name}.py": code,
     }
     with zipfile.ZipFile(path, "w") as archive:
         for inner, text in files.items():
@@ -93,6 +94,86 @@ def test_the_second_file_is_installed_without_dependencies_and_belongs_to_the_lo
     code = "import importlib.metadata as m; print(m.version('first'), m.version('second'))"
     done = subprocess.run([str(made.python), "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1.0", "1.0"]
+
+
+def test_a_wheel_that_is_built_again_makes_another_environment_and_voids_the_verdict(
+    framework: Framework, tmp_path: Path
+) -> None:
+    """Same name, same version, other code."""
+    contestant = registry.Contestant(framework, registry.Variant("v", "t", True))
+    framework.requirements.write_text(_package(tmp_path, "private", "", "clips = True"))
+    said: list[tuple[str, str, str]] = []
+    for code in ("clips = True", "clips = False"):
+        _package(tmp_path, "private", "", code)
+        made = venv.ensure(framework, lambda text: None)
+        asked = [str(made.python), "-c", "import private; print(private.clips)"]
+        clips = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        identity = venv.content(made.folder)
+        said.append((clips, identity, admission.key_of(contestant, "logreg", "cpu", 1, identity)))
+    assert [clips for clips, *_ in said] == ["True", "False"]
+    assert said[0][1] != said[1][1] and said[0][2] != said[1][2]
+
+
+def test_folders_and_states_of_repositories_belong_to_the_lock(framework: Framework, tmp_path: Path) -> None:
+    place = tmp_path / "own package"
+    place.mkdir()
+    (place / "code.py").write_text("a = 1\n")
+    git = ["git", "-C", str(place), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "init", "-q", "-b", "trunk", str(place)], check=True)
+    for pin in (f"-e {place}", f"own @ {place.as_uri()}", f"own @ git+{place.as_uri()}@trunk"):
+        framework.requirements.write_text(pin + "\n")
+        before = framework.lock_hash
+        assert framework.lock_hash == before
+        (place / "code.py").write_text((place / "code.py").read_text() + "a += 1\n")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", "m"], check=True)
+        assert framework.lock_hash != before, pin
+    (place / "__pycache__").mkdir()
+    before = framework.lock_hash
+    (place / "__pycache__" / "code.pyc").touch()
+    assert framework.lock_hash == before
+
+
+def test_what_the_shell_has_elsewhere_is_no_part_of_an_environment(
+    framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    framework.requirements.write_text(_package(tmp_path, "first", ""))
+    elsewhere = tmp_path / "elsewhere"
+    with zipfile.ZipFile(tmp_path / "first-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(elsewhere)
+    for variable in ("PYTHONPATH", "PIP_TARGET", "PIP_PREFIX"):
+        monkeypatch.setenv(variable, str(elsewhere))
+    monkeypatch.setenv("PIP_USER", "1")
+    made = venv.ensure(framework, lambda text: None)
+    done = subprocess.run([str(made.python), "-I", "-c", "import first"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_environment_that_lacks_a_pin_or_its_python_is_made_anew(framework: Framework, tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    _package(tmp_path / "wheels", "first", "")
+    framework.requirements.write_text(f"--no-index\n--find-links {tmp_path}/wheels\nfirst==1.0\n")
+    made = venv.ensure(framework, lambda text: None)
+    for what in (made.python, *made.folder.glob("lib/python*/site-packages/first-1.0.dist-info")):
+        if what.is_dir():
+            shutil.rmtree(what)
+        else:
+            what.unlink()
+            what.symlink_to("/usr/bin/python-that-was-upgraded")
+        said: list[str] = []
+        assert venv.ensure(framework, said.append) == venv.ensure(framework, said.append)
+        assert "it is made anew" in said[0] and ("is gone" in said[0] or "it lacks first==1.0" in said[0])
+        assert made.python.exists()
+
+
+def test_what_pip_leaves_out_is_no_environment(
+    framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    framework.requirements.write_text("first==1.0\n")
+    monkeypatch.setattr(venv.executor, "dying_with_parent", lambda command: ["true"] if "pip" in command else command)
+    with pytest.raises(venv.EnvironmentFault, match=r"pip ended well, and first==1\.0 is not in"):
+        venv.ensure(framework, lambda text: None)
+    assert venv.existing() == []
 
 
 def test_a_missing_python_is_a_reason(framework: Framework) -> None:
