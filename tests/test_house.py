@@ -30,10 +30,11 @@ class Size:
 # Raised on 2026-11-27: harness for contestants that take turns, beside which whole processes stay for containers, GPUs
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
-# said to be means, which moved the sum of gradients by more than the bound. Then harness by 425 and tests by 600 lines
-# for the gate's steps of AdamW, the order of a worker's messages, and the faults and cheats that they reject.
+# said to be means, which moved the sum of gradients by more than the bound. Then harness by 485 and tests by 600 lines
+# for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the faults and cheats that
+# they reject.
 LIMITS = {
-    "harness": Size(lines=36_115, long_classes=3, long_files=9),
+    "harness": Size(lines=36_175, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_161, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
     "tests": Size(lines=49_460, long_classes=0, long_files=16),

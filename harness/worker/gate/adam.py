@@ -97,7 +97,7 @@ def _batches(driver: Driver, steps: int, real: set[int]) -> list[tuple[np.ndarra
     some = driver.case("some clipped").batches[0]
     found = []
     for t in range(steps):
-        rows, repeats = (zero if t % 4 == 1 else zero[:0]), 1
+        rows, repeats = (zero if t % 8 == 1 else zero[:0]), 1
         if t in real:
             rows = some
         elif t == 1 and driver.sizes[1] >= PIECES:

@@ -24,7 +24,7 @@ from harness.optimizer import SGD, Optimizer
 from harness.tasks import FLOAT32, Task, check_parameters
 from harness.worker import sampling
 from harness.worker.clock import Batch, timed_steps
-from harness.worker.gate import adam
+from harness.worker.gate import adam, diagnosis
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import noise as gate_noise
 from harness.worker.gate.cases import BATCH, LATE_LAST, TOLERANCE, Case
@@ -55,7 +55,7 @@ EPOCH_STEPS = 13
 NOISE_VALUES = 10_000_000
 NOISE_STEPS = (42, 6144)
 """Least and most steps; between them, as many as give NOISE_VALUES values."""
-ALTERNATING_STEPS = 512
+ALTERNATING_STEPS = 256
 """Steps that are on empty batches and on examples with p = 1 by turns; later ones are empty."""
 PAIRED_STEPS = 1024
 """The last steps, of which every two are compared."""
@@ -462,6 +462,10 @@ class Driver:
             self._note_tensors(case, found - expected, expected)
         rows = ", ".join(str(len(batch) * case.repeats) for batch in case.batches)
         detail = f"relative L2 error; rows {rows}, C {case.max_grad_norm:.4g}, |update| {size:.4g}"
+        if not error <= limit * size and len(case.batches) == 1:
+            sizes = len(case.batches[0]) * case.repeats, case.batch_size * case.repeats
+            told = diagnosis.of(found, expected, self.slices, *sizes, case.max_grad_norm)
+            detail = f"{told}; {detail}" if told else detail
         yield _check(f"update: {case.name}", error / size, limit, detail)
 
     def _large_update(self, case: Case, expected: np.ndarray) -> np.ndarray:
