@@ -107,7 +107,8 @@ class TurnWatch:
         counted = sum(work for _, work in self.turns)
         if self._counts_work and used > counted * (1.0 + UNCOUNTED_SHARE) + UNCOUNTED_SECONDS:
             found.append(f"its processes used {used:.2f} s of a processor, and {counted:.2f} s were counted")
-        usual, most = median(self._pauses or [0.0]), USUAL_PAUSE_SECONDS + pause_for(self.request)
+        usual = median(self._pauses or [0.0])
+        most = self.request.threads * (USUAL_PAUSE_SECONDS + pause_for(self.request))  # pools of threads spin
         if len(self._pauses) >= FEWEST_USUAL and usual > most:
             found.append(f"in half of its pauses it worked for more than {usual:.3f} s (limit {most:.3f} s)")
         if self.seat.beside > BESIDE_SECONDS:
