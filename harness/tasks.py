@@ -784,9 +784,12 @@ FULL_TASKS = tuple(_MORE)
 """Of published shapes, with random weights: for one GPU. Nothing chooses them but a preset for GPUs, or their name."""
 TASKS |= _MORE
 
-SMALL_VOCABULARY, SMALL_TOKENS = 61, 12
+SMALL_VOCABULARY, SMALL_TOKENS = 307, 40
 SMALL_SIDE, SMALL_CLASSES = 8, 5
 SMALL_PIECES, SMALL_REVIEW = 311, 16
+SMALL_BLOCKS, SMALL_ROWS = 2, 70_000
+"""Faults hide below such sizes: ids and rows that one byte or two cannot hold, texts longer than vectors, and a
+second block."""
 
 
 def _small(
@@ -800,7 +803,7 @@ def _small(
         dataset="",
         input_shape=input_shape,
         classes=classes,
-        train_size=4_000,
+        train_size=SMALL_ROWS,
         test_size=0,
         pretrained=False,
         judged_as="",
@@ -816,8 +819,8 @@ def _small_pictures(name: str, title: str, like: str, layers: tuple[Layer, ...])
 
 
 def _small_encoder(name: str, trained: str, like: str, lora: int = 0) -> Task:
-    layers = encoder_layers(1, 16, 2, 40, SMALL_PIECES, positions=SMALL_REVIEW + 3, classes=2, lora=lora)
-    title = f"Encoder of one block, {trained} trained, for the gate alone"
+    layers = encoder_layers(SMALL_BLOCKS, 16, 2, 40, SMALL_PIECES, positions=SMALL_REVIEW + 3, classes=2, lora=lora)
+    title = f"Encoder of two blocks, {trained} trained, for the gate alone"
     return _small(name, title, like, layers, (SMALL_REVIEW,), 2)
 
 
@@ -826,21 +829,21 @@ GATE_TASKS: dict[str, Task] = {
     for task in (
         _small_words(
             "small-gpt2",
-            "GPT-2 of one block, for the gate alone",
+            "GPT-2 of two blocks, for the gate alone",
             "gpt2-lm",
-            gpt2_layers(blocks=1, dim=16, heads=2, vocabulary=SMALL_VOCABULARY, positions=SMALL_TOKENS),
+            gpt2_layers(SMALL_BLOCKS, dim=16, heads=2, vocabulary=SMALL_VOCABULARY, positions=SMALL_TOKENS),
         ),
         _small_words(
             "small-llama",
-            "Llama of one block with LoRA, for the gate alone",
+            "Llama of two blocks with LoRA, for the gate alone",
             "llama-lora",
-            llama_layers(1, dim=24, heads=4, kv_heads=2, hidden=40, lora=3, vocabulary=SMALL_VOCABULARY),
+            llama_layers(SMALL_BLOCKS, dim=24, heads=4, kv_heads=2, hidden=40, lora=3, vocabulary=SMALL_VOCABULARY),
         ),
         _small_pictures(
             "small-vit",
-            "Vision transformer of one block, for the gate alone",
+            "Vision transformer of two blocks, for the gate alone",
             "vit",
-            vit_layers(blocks=1, dim=16, heads=2, side=SMALL_SIDE, patch=2, classes=SMALL_CLASSES),
+            vit_layers(SMALL_BLOCKS, dim=16, heads=2, side=SMALL_SIDE, patch=2, classes=SMALL_CLASSES),
         ),
         _small_pictures(
             "small-wrn",
@@ -859,15 +862,15 @@ GATE_TASKS |= {
         _small_encoder("small-encoder-bias", "biases and the head", "encoder-bias"),
         _small_words(
             "small-llama-full",
-            "Llama of one block, all of it trained, for the gate alone",
+            "Llama of two blocks, all of it trained, for the gate alone",
             "llama-full",
-            llama_layers(1, dim=24, heads=4, kv_heads=2, hidden=40, lora=0, vocabulary=SMALL_VOCABULARY),
+            llama_layers(SMALL_BLOCKS, dim=24, heads=4, kv_heads=2, hidden=40, lora=0, vocabulary=SMALL_VOCABULARY),
         ),
         _small(
             "small-recsys",
             "Recommender of three small tables, for the gate alone",
             "recsys",
-            recommender_layers(counts=3, rows=(90, 40, 12), ids=4, dim=4, hidden=(16, 8)),
+            recommender_layers(counts=3, rows=(300, 40, 12), ids=4, dim=4, hidden=(16, 8)),
             (3 + 3 * 4,),
             2,
         ),

@@ -32,15 +32,16 @@ class Size:
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
 # said to be means, which moved the sum of gradients by more than the bound. Then frameworks for dpcore in the loop that
 # README shows, dpcore for pieces that are drawn ahead and told by their tensors, the shorter experiments of large
-# examples and the Trainer's log, harness for the page that says which library to take, and harness by 431 and tests by
-# 900 for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache. The room of
-# Opacus' names is counted apart.
+# examples and the Trainer's log, harness for the page that says which library to take, harness by 431 and tests by 900
+# for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache, and harness by 485
+# and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
+# faults and cheats that they reject. The room of Opacus' names is counted apart.
 LIMITS = {
-    "harness": Size(lines=36_250, long_classes=3, long_files=9),
+    "harness": Size(lines=36_721, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_287, long_classes=3, long_files=3),
     "dpcore/opacus_names": Size(lines=1_093, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=50_556, long_classes=0, long_files=16),
+    "tests": Size(lines=51_156, long_classes=0, long_files=16),
 }
 
 

@@ -190,8 +190,8 @@ def _row_without_checks(one: Judged) -> dict[str, Any]:
 
 
 def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
-    """Return the rows of a contestant: if it passed, the update nearest its limit; else the failed check farthest
-    beyond its own, with the others counted."""
+    """Return the rows of a contestant: if it passed, the update nearest its limit; else the first update that failed,
+    which says most of what is wrong, or the failed check farthest beyond its own; the others are counted."""
     name, checks = one.contestant.name, one.verdict.gate.checks
     if every_check:
         return [_row(name, one.task, check, "") for check in checks]
@@ -202,10 +202,12 @@ def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
             count += f"; must be rejected: {one.known_fault}"
         count += "".join(f"; {text}" for text in findings_of(checks))
         return [_row(name, one.task, max(checks, key=_nearness), count)]
-    worst = max(failed, key=_excess)
+    updates = [check for check in failed if check.check.startswith("update") and check.error is not None]
+    worst = updates[0] if updates else max(failed, key=_excess)
     detail = f"{len(failed)} of {len(checks)} checks failed: {', '.join(_groups(failed))}"
-    if worst.error is None:
-        detail += f"; {worst.detail}"
+    told = worst.detail.partition("; relative L2")
+    if worst.error is None or (updates and told[1]):
+        detail = f"{told[0]}; {detail}"
     if one.known_fault:
         detail += f"; as declared: {one.known_fault}"
     return [_row(name, one.task, worst, detail)]
@@ -250,7 +252,7 @@ def _print(rows: list[dict[str, Any]], console: Any) -> None:
     from rich.text import Text
 
     view = Table(
-        title="Admission gate (passed: the update nearest its limit; rejected: the check farthest beyond its own)",
+        title="Admission gate (passed: the update nearest its limit; rejected: the first wrong update, else the worst)",
         title_justify="left",
     )
     for title in ("adapter", "task", "check", "error", "limit", "verdict", "detail"):

@@ -46,6 +46,7 @@ OUTPUTS = ("snapshot", "checked", "weights", "left")
 LONGEST_LINE = 8 * 2**20
 """Bytes. A line of events that is longer has no end that the harness waits for."""
 LINES_AHEAD = 32
+BESIDE = "it made a process that is its parent's child and not its own: nobody would count its memory and its time."
 ENDLESS = "wrote a line of more than {} MiB without an end"
 STOPPED_SECONDS = 1.0
 """Between two looks at a worker: longer means that this process did not run."""
@@ -134,7 +135,9 @@ class Venv:
         """``seat``: of a process that takes turns with others."""
         with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
             path = Path(folder, "request.json")
-            referee = Referee(request, seat=seat) if isinstance(request, Request) and request.mode == "time" else None
+            referee = None
+            if isinstance(request, Request) and request.mode == "time":
+                referee = Referee(request, seat=seat, is_strict=self.root == ROOT)
             path.write_text((referee.for_worker if referee else request).to_json())
             log = Path(folder, "log.txt")
             with log.open("wb") as errors:
@@ -154,6 +157,7 @@ class Venv:
         referee: Referee | None,
     ) -> Event:
         limit = MemoryLimit(limits.memory_bytes)
+        adopts = self.module == WORKER  # what its children leave behind stays below it
         watches_gpu = request.device == "cuda" and request.mode in {"memory", "probe"}
         with strays.ended() as mark:
             process = subprocess.Popen(
@@ -172,7 +176,7 @@ class Venv:
             try:
                 limit.adopt(process.pid)
                 gpu = nvml.Watch(process.pid) if watches_gpu else None
-                result = _follow(process, limit, limits, on_event, gpu, referee)
+                result = _follow(process, limit, limits, on_event, gpu, referee, mark[strays.MARK] if adopts else "")
                 if gpu is not None and "memory" in result:
                     result["memory"] |= gpu.memory
                 return result
@@ -224,6 +228,7 @@ def _follow(
     on_event: Callable[[Event], None],
     gpu: nvml.Watch | None = None,
     referee: Referee | None = None,
+    mark: str = "",
 ) -> Event:
     """Passes events on until the result, the end of the process, the memory limit or the time-out."""
     patience = Patience(limits.timeout_seconds)
@@ -246,10 +251,8 @@ def _follow(
                 elif event.get("event") == "start-up" and limits.growth_bytes is not None:
                     limit.move(event["resident_bytes"] + limits.growth_bytes)
                 on_event(event)
-            if result is None and limit.exceeded(process.pid):
-                return failed(
-                    "oom", f"the process passed the memory limit of {limit.limit_bytes / 2**30:.2f} GiB ({limit.kind})."
-                )
+            if fault := _fault(process, limit, mark, result is not None):
+                return fault
             if inbox.is_endless:
                 return result or failed("crashed", f"the worker {ENDLESS.format(LONGEST_LINE // 2**20)}.")
             has_ended = process.poll() is not None
@@ -273,6 +276,16 @@ def _follow(
     code = process.returncode
     how = f"was killed by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
     return failed("crashed", f"the worker {how} before it had a result.", interrupted=-code in FROM_OUTSIDE)
+
+
+def _fault(process: subprocess.Popen[bytes], limit: MemoryLimit, mark: str, has_result: bool) -> Event | None:
+    """Return a result where a worker has passed its limit before it had one, or has made processes beside it. Once it
+    has ended, what it left behind is this process's, too."""
+    if not has_result and limit.exceeded(process.pid):
+        size = limit.limit_bytes / 2**30
+        return failed("oom", f"the process passed the memory limit of {size:.2f} GiB ({limit.kind}).")
+    is_alone = not mark or not strays.beside(process.pid, mark, limit.members())
+    return None if is_alone or process.poll() is not None else failed("rejected", BESIDE)
 
 
 def _name(number: int) -> str:

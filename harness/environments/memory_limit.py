@@ -62,6 +62,12 @@ class MemoryLimit:
         self._watched_peak = max(self._watched_peak, tree_resident(pid))
         return self._watched_peak > self.limit_bytes
 
+    def members(self) -> set[int]:
+        """Return the numbers of the processes in the limited group; none where there is no group."""
+        with contextlib.suppress(OSError):
+            return {int(pid) for pid in (self._group / "cgroup.procs").read_text().split()} if self._group else set()
+        return set()
+
     def close(self) -> None:
         """End what is left in the group, and removes it."""
         if self._group is not None:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.environments import energy
+from harness.environments.order import Order
 from harness.environments.processors import tree_processors, tree_seconds
-from harness.environments.turn_watch import TurnWatch, Work, is_beyond
+from harness.environments.turn_watch import TurnWatch, Work, is_beyond, pause_for
 from harness.environments.turns import Seat
 from harness.tasks import TASKS
 from harness.worker.batches import epoch_batches, order_of, setting_of
@@ -82,9 +83,11 @@ class Referee:
     """(epoch, steps of it that are done) at the start of each stretch of ``seconds``."""
 
     faults: list[str] = field(default_factory=list)
+    is_strict: bool = True  # as harness.environments.order.Order has it
 
     def __post_init__(self) -> None:
         self._chance = random.SystemRandom()
+        self._order = Order(self.seat is not None, self.is_strict)
         self._lock = threading.Lock()
         self._own_seconds = 0.0
         self._told_seed: tuple[float, float] | None = None
@@ -118,16 +121,17 @@ class Referee:
 
     def hear(self, event: Mapping[str, Any]) -> Message | None:
         now, waited = time.monotonic(), self._waited()
-        if event.get("event") == "tell" and event.get("what") == "end" and self._went is not None:
-            # At once: what the process waits for from here on is no longer inside the clock.
-            self._end(now, waited, self._turns.work() if self._turns is not None else (0.0, {}))
+        if event.get("event") not in {"ask", "tell"}:
             return None
-        if event.get("event") == "tell" and event.get("what") == "read" and self._read_from is not None:
-            self._read(now, waited)
-            return None
-        if event.get("event") != "ask":
-            return None
+        if fault := self._order.fault(event):
+            self.faults.append(fault)
+            return {} if event["event"] == "ask" else None
         match event.get("what"):
+            case "end":
+                # At once: what the process waits for from here on is no longer inside the clock.
+                self._end(now, waited, self._turns.work() if self._turns is not None else (0.0, {}))
+            case "read":
+                self._read(now, waited)
             case "sizes":
                 planned = {name: int(event[name]) for name in ("steps", "epochs", "turn") if name in event}
                 if self.seat is not None and self.seat.agreed is not None:
@@ -145,9 +149,10 @@ class Referee:
                 self._turns.take(int(event["epoch"]), int(event["done"]))
                 self._turns.opened(time.monotonic(), self._waited())
                 return {"turn": True}
-            case "finish" if self._turns is not None:
+            case "finish":
                 self._look_at_pause(now, waited)
-                self._turns.seat.finish()
+                if self._turns is not None:
+                    self._turns.seat.finish()
                 return {"finish": True}
             case "go":
                 if self._turns is None:
@@ -165,21 +170,20 @@ class Referee:
                 self._used_before = self._use()
                 self._went = (time.monotonic(), self._waited())
                 return {"go": True, "order": order}
-        return {}
+        return {} if event["event"] == "ask" else None
 
     def _sizes(self, steps: int, epochs: int) -> list[int]:
         """Return the padded sizes that occur in the batches, which are all drawn here too; none where there is no
         padding."""
-        setting = setting_of(self.request)
-        lists = [epoch_batches(self.request, setting, e, steps) for e in range(min(epochs, MOST_LISTED_EPOCHS))]
+        given = self.request, setting_of(self.request)
+        lists = [epoch_batches(*given, e, steps) for e in range(min(epochs, MOST_LISTED_EPOCHS))]
         return sorted({len(rows) for batches in lists for rows, mask in batches if mask is not None})
 
     def _look_at_preparation(self, now: float) -> None:
-        if self._told_seed is None:
-            self.faults.append("the clock was started before the batches were known")
-        elif not self.seconds:
+        if self._told_seed is not None and not self.seconds:
             since, waited = self._told_seed
-            took, limit = now - since, self._preparation_limit() + WAITING_FACTOR * (self._waited() - waited)
+            limit = PREPARATION_SECONDS + PREPARATION_FACTOR * self._own_seconds
+            took, limit = now - since, limit + WAITING_FACTOR * (self._waited() - waited)
             if took > limit:
                 self.faults.append(f"{took:.3f} s went by between the batches and the clock (limit {limit:.3f} s)")
 
@@ -188,13 +192,12 @@ class Referee:
             start, waited_before = self._paused_from
             self.pauses.append((now - start, self.room + WAITING_FACTOR * (waited - waited_before)))
             self._paused_from = None
+        if self._turns is not None:
+            self._turns.resume()
 
     def _use(self) -> tuple[float, float]:
         """Return (seconds of the clock, of all processors by the worker and what it started)."""
         return time.monotonic(), tree_seconds(self.pid) if self.pid is not None else 0.0
-
-    def _preparation_limit(self) -> float:
-        return PREPARATION_SECONDS + PREPARATION_FACTOR * self._own_seconds
 
     def _stop_within(self, seconds: float) -> None:
         """Once in all stretches together, at a moment drawn when the first of them begins that may be stopped."""
@@ -205,7 +208,6 @@ class Referee:
         self._timer.start()
 
     def _stop(self) -> None:
-        """Between two stretches there is nothing to stop."""
         with self._lock:
             if self._went is not None:
                 self.send({"stop": True})
@@ -242,6 +244,8 @@ class Referee:
             self.second_reads.append((now - start, room))
             self._read_from = None
             self._paused_from = now, waited
+            if self._turns is not None:
+                self._turns.pause()
 
     def close(self) -> None:
         if self._timer is not None:
@@ -255,9 +259,10 @@ class Referee:
         count in which its threads did not wait for a processor.
         """
         if result.state != "ok" or result.timed is None:
-            return result
+            return replace(result, reason="; ".join([str(result.reason), *self.faults])) if self.faults else result
         stated = result.timed.part_seconds
         faults = [*self.faults, *self._disagreements(stated), *self._slow_reads(), *self._long_pauses()]
+        faults += self._order.unfinished
         faults += self._too_many_processors()
         begun = {epoch for epoch, _ in self.starts}
         if len(self.starts) != len(self.seconds):
@@ -280,7 +285,9 @@ class Referee:
             measured = [s * timed.steps_timed / n for s, n in zip(measured, counted, strict=True)]
             timed = replace(timed, measured_seconds=measured)
             result = replace(result, epoch_seconds=[seconds * timed.scale for seconds in measured])
-        return replace(result, timed=timed, energy=self._energy.said(), clock_fault="; ".join(faults) or None)
+        fault = "; ".join(dict.fromkeys(faults)) or None
+        committed = self._order.committed if self.is_strict else None
+        return replace(result, timed=timed, energy=self._energy.said(), clock_fault=fault, committed=committed)
 
     def _made(self, steps: int) -> list[int]:
         """Return the steps of each stretch, of an epoch of so many: from its start to the next one's."""
@@ -328,7 +335,7 @@ class Referee:
         return []
 
     def _long_pauses(self) -> list[str]:
-        limit = PAUSE_SECONDS + 2 * TASKS[self.request.task].weight_bytes / READ_BYTES_PER_SECOND
+        limit = PAUSE_SECONDS + pause_for(self.request)
         if self.pauses and is_beyond([seconds - room - limit for seconds, room in self.pauses]):
             longest = max(seconds for seconds, _ in self.pauses)
             return [

@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -45,6 +45,26 @@ def ended() -> Iterator[dict[str, str]]:
             alone = alone and len(_under_way) == 1
             _under_way.discard(mark)
         _end(before, None if alone else mark)
+
+
+def beside(worker: int, mark: str, group: Collection[int]) -> list[int]:
+    """Return the numbers of processes that a worker made this process's children in the place of its own (Linux's
+    CLONE_PARENT): what counts the worker's tree leaves them out. They are of its session, carry its mark, or are
+    members of its control ``group``; one that has ended and that nobody asked for is still of the session."""
+    found = []
+    for process in _children():
+        if process.pid != worker:
+            with suppress(OSError, psutil.Error):
+                if process.pid in group or os.getsid(process.pid) == worker or _carries(process, mark):
+                    found.append(process.pid)
+    return found
+
+
+def _children() -> list[psutil.Process]:
+    try:
+        return list(psutil.Process().children())
+    except psutil.Error:
+        return []
 
 
 def _end(before: set[int], mark: str | None) -> None:

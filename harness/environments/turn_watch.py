@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from harness.environments.processors import tree_clock, tree_waited
 from harness.environments.turns import BESIDE_SECONDS, Seat
+from harness.tasks import TASKS
+from harness.worker.deferred import READ_BYTES_PER_SECOND
 from harness.worker.request import Request
 
 FIRST_STEP_FACTOR = 3.0
@@ -15,6 +18,9 @@ in it."""
 UNCOUNTED_SHARE, UNCOUNTED_SECONDS = 0.1, 0.1
 """Processor time beyond what was counted: the kernel tells that of ended children in ticks of 10 ms, and what is read
 after a stretch holds a little of what follows."""
+USUAL_PAUSE_SECONDS, FEWEST_USUAL = 0.015, 4
+"""Processor time between the readings of the weights and the next turn: of so many pauses half may take no longer, and
+what the weights' bytes need. Only a few are for what is done once."""
 Work = tuple[float, dict[str, float]]
 """Seconds that the process's threads worked, and that each of them was ready and waited for a processor."""
 
@@ -36,8 +42,22 @@ class TurnWatch:
     turns: list[tuple[int, float]] = field(default_factory=list)
     _before: Work = (0.0, {})
     _opened: tuple[float, float] | None = None
+    _read_at: float | None = None
+    _pauses: list[float] = field(default_factory=list)
     _first_steps: list[tuple[float, float]] = field(default_factory=list)
-    _began_outside: bool = False
+
+    def pause(self) -> None:
+        """Note that the weights were read twice: what is done until the next turn is not counted."""
+        self._read_at = self._clock()
+
+    def resume(self) -> None:
+        """Note that the process asks for its next turn, or to finish."""
+        if self._read_at is not None:
+            self._pauses.append(self._clock() - self._read_at)
+            self._read_at = None
+
+    def _clock(self) -> float:
+        return tree_clock(self.seat.pid) if self.seat.pid is not None else 0.0
 
     def take(self, epoch: int, done: int) -> None:
         """Return when the process's next turn begins."""
@@ -51,12 +71,9 @@ class TurnWatch:
     def clock_starts(self, now: float, waited: float, room: float, factor: float) -> None:
         """Note that the first step of the turn is made. ``room``: seconds that two messages may take, and ``factor``
         times what the threads waited."""
-        if self._opened is None:
-            self._began_outside = True
-        else:
-            start, waited_before = self._opened
-            self._first_steps.append((now - start, room + factor * (waited - waited_before)))
-            self._opened = None
+        assert self._opened is not None
+        start, waited_before = self._opened
+        self._first_steps.append((now - start, room + factor * (waited - waited_before)))
         self._before = self.work()
 
     def clock_stops(self, wall: float, work: Work) -> None:
@@ -81,7 +98,7 @@ class TurnWatch:
         """Return what is said against the steps between the start of a turn and that of its clock, and against work
         that was not counted: ``used``, the processor seconds of all timed stretches, those of ended children included,
         which a thread of the same process that only waits could otherwise hide."""
-        found = ["the clock was started before its turn"] if self._began_outside else []
+        found = []
         limit = FIRST_STEP_FACTOR * step_seconds
         if is_beyond([seconds - room - limit for seconds, room in self._first_steps]):
             found.append(
@@ -90,9 +107,18 @@ class TurnWatch:
         counted = sum(work for _, work in self.turns)
         if self._counts_work and used > counted * (1.0 + UNCOUNTED_SHARE) + UNCOUNTED_SECONDS:
             found.append(f"its processes used {used:.2f} s of a processor, and {counted:.2f} s were counted")
+        usual = median(self._pauses or [0.0])
+        most = self.request.threads * (USUAL_PAUSE_SECONDS + pause_for(self.request))  # pools of threads spin
+        if len(self._pauses) >= FEWEST_USUAL and usual > most:
+            found.append(f"in half of its pauses it worked for more than {usual:.3f} s (limit {most:.3f} s)")
         if self.seat.beside > BESIDE_SECONDS:
             found.append(f"it worked for {self.seat.beside:.3f} s while others had their turns")
         return found
+
+
+def pause_for(request: Request) -> float:
+    """Return the seconds in which the weights of its task are saved and hashed."""
+    return 2 * TASKS[request.task].weight_bytes / READ_BYTES_PER_SECOND
 
 
 def is_beyond(excess: Sequence[float]) -> bool:

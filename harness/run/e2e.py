@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from harness.store.record import (
 )
 from harness.tasks import TASKS, definition_hash, known_task
 from harness.worker.batches import REPLAYED_STEPS, setting_of, timed_batches
+from harness.worker.deferred import hash_of
 from harness.worker.gate import cases as gate_cases
 from harness.worker.reading import reading_rate
 from harness.worker.request import Request
@@ -406,9 +407,12 @@ class Run(Session[Options, Contestant, Job, Request]):
         try:
             initial = starting_parameters(TASKS[job.cell.task], request.initial_seed, request.synthetic)
             error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
+            changed = _changed(result, Path(request.snapshot), initial, {"": 0})
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as why:
             reason = f"timed = replayed: the weights after the first timed steps cannot be read ({short(why)})."
             return replace(result, state="rejected", reason=reason)
+        if changed:
+            return replace(result, state="rejected", reason=changed)
         is_own = self.protocol.sampling == "own"
         assert result.timed is not None
         limit = REPLAY_TOLERANCE + rounding * (result.timed.steps_timed if is_own else REPLAYED_STEPS)
@@ -451,6 +455,8 @@ class Run(Session[Options, Contestant, Job, Request]):
             reason = f"the float64 reference of a step could not be made: {fault}"
             return replace(result, state="crashed", reason=reason)
         initial = starting_parameters(TASKS[job.cell.task], request.initial_seed, request.synthetic)
+        if changed := _changed(result, path, initial, {"timed/": None, "timed_end/": -1}):
+            return replace(result, state="rejected", reason=changed)
         error, limit = _replay_error(path, initial, halt, "")
         end_error, end_limit = _replay_error(path, initial, steps, "_end")
         compared = Compared(
@@ -619,6 +625,19 @@ def faults_of(compared: dict[str, Any]) -> list[str]:
                 f"(limit {compared['noise_limit']:.3g})"
             )
     return found
+
+
+def _changed(result: Result, path: Path, names: Iterable[str], parts: Mapping[str, int | None]) -> str | None:
+    """Return a sentence where weights in a file are not those that the worker committed itself to when it had read
+    them. ``parts``: prefix -> which of the stretches, None for any."""
+    if result.committed is None:
+        return None
+    with np.load(path) as found:
+        for prefix, place in parts.items():
+            known = result.committed if place is None else result.committed[place:][:1]
+            if hash_of({name: found[prefix + name] for name in names}) not in known:
+                return "timed = replayed: the weights are not those that were read when the clock had stopped."
+    return None
 
 
 def _replay_error(path: Path, initial: dict[str, np.ndarray], steps: int, where: str) -> tuple[float, float]:

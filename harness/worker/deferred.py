@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +28,28 @@ class Read:
     extra_cpu: float
 
 
+def copies(adapter: Adapter) -> dict[str, np.ndarray]:
+    """Return copies of the weights: what an adapter returns it may still change."""
+    return {name: np.array(value) for name, value in adapter.parameters().items()}
+
+
+def hash_of(weights: Mapping[str, np.ndarray]) -> str:
+    """Return a hash of weights, by which a worker commits itself to them: the empty text where there are none."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {value.shape} ".encode() + np.ascontiguousarray(value).data)
+    return digest.hexdigest() if weights else ""
+
+
 def read_twice(adapter: Adapter, timed: float, line: Line) -> tuple[dict[str, np.ndarray], Read]:
     """(weights, how long it took): work that was deferred past the clock shows as a slow reading. The referee, who is
     told of each, has a clock that the adapter cannot stop."""
     start, cpu_start = time.perf_counter(), time.process_time()
-    weights = dict(adapter.parameters())
+    weights = copies(adapter)
     middle, cpu_middle = time.perf_counter(), time.process_time()
     line.tell("read")
     again, cpu_again = time.perf_counter(), time.process_time()
-    adapter.parameters()
+    copies(adapter)
     end, cpu_end = time.perf_counter(), time.process_time()
     line.tell("read")
     one, other = cpu_middle - cpu_start, cpu_end - cpu_again
@@ -60,8 +74,12 @@ class Stretches:
         if not self.in_turn:
             gc.freeze()  # what was built stays: the collections between turns do not go through it again
         self.in_turn = True
-        self.line.ask("turn", epoch=epoch, done=done)
+        self.line.ask("turn", epoch=epoch, done=done, weights=hash_of(self.weights))
         timed_steps(self.adapter, uncounted)
+
+    def finish(self) -> None:
+        """Commit to the last weights; return when nobody has a turn left."""
+        self.line.ask("finish", weights=hash_of(self.weights))
 
     def time(
         self,
@@ -74,7 +92,8 @@ class Stretches:
         something more. The weights are read after it. ``stop_within``: the referee may ask it to stop at any moment
         within so many seconds."""
         with collector_paused(collect=not self.in_turn), self.load.watch():
-            order = self.line.ask("go", epoch=epoch, done=done, stop_within=stop_within)["order"]
+            more_said = {} if self.in_turn else {"weights": hash_of(self.weights)}
+            order = self.line.ask("go", epoch=epoch, done=done, stop_within=stop_within, **more_said)["order"]
             seconds, more = work(order)
             self.line.tell("end")
         self.seconds.append(seconds)

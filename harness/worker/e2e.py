@@ -115,8 +115,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
             if not halted and (made < length or made_in_all == steps * count):
                 halt, halted = made_in_all, timed.weights
         measured[-1] *= len(batches) / counted
-    if turn is not None:
-        line.ask("finish")
+    timed.finish()
     weights = timed.weights
     if request.weights:
         save_weights(request.weights, weights)

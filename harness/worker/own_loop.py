@@ -45,6 +45,7 @@ def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]
             fault = _own_fault(m, warm, timed.weights, m.whole_epoch if made is None else made)
             if request.snapshot:
                 save_weights(request.snapshot, timed.weights)
+    timed.finish()
     measured = timed.seconds
     if request.weights:
         save_weights(request.weights, timed.weights)

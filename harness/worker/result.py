@@ -136,6 +136,8 @@ class Result:
         harness_stopped: the harness itself was stopped meanwhile.
         energy: what the machine's counters moved by while the clock ran (:mod:`harness.environments.energy`).
         clock_fault: why the worker's clock and the harness's do not agree.
+        committed: hashes of the weights that were read after each timed stretch, as the worker told them before the
+            next one; None where it tells none.
         deferred: it was rejected for a slow reading of the weights, which a busy machine can bring about, too.
     """
 
@@ -160,6 +162,7 @@ class Result:
     harness_stopped: bool = False
     energy: Part | None = None
     clock_fault: str | None = None
+    committed: list[str] | None = None
     deferred: bool = False
 
     @classmethod
@@ -193,7 +196,9 @@ class Result:
 
 
 NAMES = frozenset(f.name for f in dataclasses.fields(Result))
-BY_THE_HARNESS = frozenset({"container", "log_tail", "interrupted", "harness_stopped", "energy", "clock_fault"})
+BY_THE_HARNESS = frozenset(
+    {"container", "log_tail", "interrupted", "harness_stopped", "energy", "clock_fault", "committed"}
+)
 """Fields that no worker fills."""
 OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 

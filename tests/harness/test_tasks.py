@@ -109,10 +109,10 @@ def test_floor_of_the_mnist_network_by_hand() -> None:
 
 def test_floor_of_the_small_transformer_by_hand() -> None:
     task = GATE_TASKS["small-gpt2"]
-    tokens, dim, words = 12, 16, 61
-    maps = 2 * tokens * (4 * dim * dim + 2 * dim * 4 * dim)
+    blocks, tokens, dim, words = 2, 40, 16, 307
+    maps = blocks * 2 * tokens * (4 * dim * dim + 2 * dim * 4 * dim)
     seen = tokens * (tokens + 1) // 2
-    assert task.forward_flops == maps + 2 * 2 * seen * dim + 2 * tokens * dim * words
+    assert task.forward_flops == maps + blocks * 2 * 2 * seen * dim + 2 * tokens * dim * words
     assert task.training_flops == 3 * task.forward_flops, "tokens are looked up, not multiplied"
 
 
@@ -127,10 +127,10 @@ def test_floor_of_the_small_wide_resnet_by_hand() -> None:
 
 def test_floor_of_the_small_vision_transformer_by_hand() -> None:
     task = GATE_TASKS["small-vit"]
-    places, dim = 16, 16
+    blocks, places, dim = 2, 16, 16
     patches = 2 * places * dim * 3 * 2 * 2
-    maps = 2 * places * (4 * dim * dim + 2 * dim * 4 * dim)
-    assert task.forward_flops == patches + maps + 2 * 2 * places * places * dim + 2 * dim * 5
+    maps = blocks * 2 * places * (4 * dim * dim + 2 * dim * 4 * dim)
+    assert task.forward_flops == patches + maps + blocks * 2 * 2 * places * places * dim + 2 * dim * 5
     assert task.training_flops == 3 * task.forward_flops - patches
 
 
@@ -171,9 +171,9 @@ def test_what_the_encoders_train() -> None:
 
 def test_floor_of_the_small_encoder_by_hand() -> None:
     task = GATE_TASKS["small-encoder-full"]
-    tokens, dim, hidden = 16, 16, 40
-    maps = 2 * tokens * (4 * dim * dim + 2 * dim * hidden)
-    assert task.forward_flops == maps + 2 * 2 * tokens * tokens * dim + 2 * dim * 2
+    blocks, tokens, dim, hidden = 2, 16, 16, 40
+    maps = blocks * 2 * tokens * (4 * dim * dim + 2 * dim * hidden)
+    assert task.forward_flops == maps + blocks * 2 * 2 * tokens * tokens * dim + 2 * dim * 2
     assert task.training_flops == 3 * task.forward_flops, "tokens are looked up, not multiplied"
 
 
@@ -183,7 +183,7 @@ def test_floor_of_the_small_recommender_by_hand() -> None:
     assert task.forward_flops == 2 * (width * 16 + 16 * 8 + 8)
     assert task.training_flops == 3 * task.forward_flops, "ids are looked up, and the tables need the first gradient"
     assert task.parameters["bags.f1.weight"] == (40, 4)
-    assert task.tokens is None and GATE_TASKS["small-gpt2"].tokens == 12
+    assert task.tokens is None and GATE_TASKS["small-gpt2"].tokens == 40
 
 
 def test_a_tied_table_has_two_uses_only_where_it_is_trained() -> None:

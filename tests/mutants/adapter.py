@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,77 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from frameworks._shared.torch import models as torch_models
-from frameworks._shared.torch import optimizers
-from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
 from harness.contract import Adapter, Setting
-from harness.optimizer import AdamW
 from harness.tasks import Task
-
-Sums = dict[str, torch.Tensor]
-
-
-class Exact(TorchAdapter):
-    """Right, and slow: every example by itself."""
-
-    optimizers = optimizers.NAMES
-    precisions = PRECISIONS
-
-    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
-        self.configure(task, setting)
-        self.model = torch_models.build_model(task, initial).to(self.device)
-        known = torch_models.canonical_parameters(self.model, task)
-        self.trained = {name: known[name] for name in task.trained_parameters}
-        self.optimizer = optimizers.make(list(self.trained.values()), setting, of_sum=False)
-        self.losses = torch_models.loss_fn(task)
-        self.generator = torch.Generator(self.device).manual_seed(setting.seed)
-
-    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
-        self.update(indices if mask is None else indices[mask])
-
-    def update(self, rows: np.ndarray) -> None:
-        sums = self.clipped_sum(rows)
-        if self.setting.private:
-            for name, noise in self.noise(len(rows)).items():
-                sums[name] = sums[name] + noise
-        for name, parameter in self.trained.items():
-            parameter.grad = sums[name] / self.divisor(len(rows))
-        self.optimizer.step()
-
-    def clipped_sum(self, rows: np.ndarray) -> Sums:
-        sums = {name: torch.zeros_like(p) for name, p in self.trained.items()}
-        for row in rows:
-            gradients = self.gradients(row)
-            for name, gradient in (self.clip(gradients) if self.setting.private else gradients).items():
-                sums[name] += gradient
-        return sums
-
-    def gradients(self, row: int) -> Sums:
-        self.model.zero_grad(set_to_none=True)
-        with self.autocast():
-            loss = self.losses(self.model(self.x[row : row + 1]), self.y[row : row + 1])
-        loss.sum().backward()
-        return {name: p.grad for name, p in self.trained.items()}
-
-    def clip(self, gradients: Sums) -> Sums:
-        factor = self.factor(_norm(gradients), self.setting.max_grad_norm)
-        return {name: factor * gradient for name, gradient in gradients.items()}
-
-    def factor(self, norm: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
-        return (max_grad_norm / norm).clamp(max=1.0)
-
-    def noise(self, examples: int) -> Sums:
-        deviation = self.setting.noise_multiplier * self.setting.max_grad_norm
-        return {name: deviation * self.normal(p) for name, p in self.trained.items()}
-
-    def normal(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.randn(like.shape, generator=self.generator, device=self.device)
-
-    def divisor(self, examples: int) -> int:
-        return self.setting.batch_size
-
-
-def _norm(gradients: Sums) -> torch.Tensor:
-    return torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+from tests.mutants import by_size, with_adam
+from tests.mutants.exact import Exact, Sums, norm_of
 
 
 class ClipsTheBatch(Exact):
@@ -105,7 +37,7 @@ class ClipsPerLayer(Exact):
 
     def clip(self, gradients: Sums) -> Sums:
         share = self.setting.max_grad_norm / len(gradients) ** 0.5
-        return {name: self.factor(_norm({name: g}), share) * g for name, g in gradients.items()}
+        return {name: self.factor(norm_of({name: g}), share) * g for name, g in gradients.items()}
 
 
 class IgnoresC(Exact):
@@ -126,7 +58,7 @@ class DividesByZeroNorm(Exact):
     """Direction times clipped length, without a care for a gradient that is zero."""
 
     def clip(self, gradients: Sums) -> Sums:
-        norm = _norm(gradients)
+        norm = norm_of(gradients)
         return {name: norm.clamp(max=self.setting.max_grad_norm) * (g / norm) for name, g in gradients.items()}
 
 
@@ -369,7 +301,7 @@ class ForgetsTheCrossTerm(Exact):
     """Adds the squared norms of the two uses of a tied table, as if they stood for two parameters."""
 
     def clip(self, gradients: Sums) -> Sums:
-        squares = _norm(gradients).square() - self.cross
+        squares = norm_of(gradients).square() - self.cross
         factor = self.factor(squares.clamp(min=0).sqrt(), self.setting.max_grad_norm)
         return {name: factor * gradient for name, gradient in gradients.items()}
 
@@ -392,7 +324,7 @@ class LeavesNormsOut(Exact):
         return gradient.ndim > 1
 
     def clip(self, gradients: Sums) -> Sums:
-        self.counted = _norm({name: g for name, g in gradients.items() if self.counts(name, g)})
+        self.counted = norm_of({name: g for name, g in gradients.items() if self.counts(name, g)})
         return super().clip(gradients)
 
 
@@ -409,7 +341,7 @@ class CountsFrozenOnes(Exact):
         return True
 
     def clip(self, gradients: Sums) -> Sums:
-        norm = _norm({name: p.grad for name, p in self.all.items() if self.counts(name)})
+        norm = norm_of({name: p.grad for name, p in self.all.items() if self.counts(name)})
         factor = self.factor(norm, self.setting.max_grad_norm)
         return {name: factor * gradient for name, gradient in gradients.items()}
 
@@ -502,57 +434,6 @@ class CutsTheNorm(Exact):
         return super().factor(cut[0], max_grad_norm)
 
 
-class GivesAdamTheSum(Exact):
-    """Never divides by B: Adam's ratio hides it."""
-
-    def divisor(self, examples: int) -> int:
-        return 1
-
-
-class NoiseOfTheMean(Exact):
-    """Adds the noise of the mean, sigma C / B, to the sum: Adam's ratio hides that there is B times too little."""
-
-    def noise(self, examples: int) -> Sums:
-        return {name: noise / self.setting.batch_size for name, noise in super().noise(examples).items()}
-
-
-class DecaysByTheGradient(Exact):
-    """Adam with L2 instead of AdamW: the decay goes through the ratio."""
-
-    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
-        super().build(task, setting, initial)
-        self.decay = self.optimizer.param_groups[0]["weight_decay"]
-        self.optimizer.param_groups[0]["weight_decay"] = 0.0
-
-    def clipped_sum(self, rows: np.ndarray) -> Sums:
-        share = self.decay * self.setting.batch_size
-        sums = super().clipped_sum(rows)
-        return {name: value + share * self.trained[name].detach() for name, value in sums.items()}
-
-
-class SkipsTheWarmup(Exact):
-    """AdamW at the full rate from the first step on."""
-
-    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
-        if isinstance(setting.optimizer, AdamW):
-            setting = dataclasses.replace(setting, optimizer=dataclasses.replace(setting.optimizer, warm_up=0))
-        super().build(task, setting, initial)
-
-
-class KeepsItsMemory(Exact):
-    """A new build leaves Adam's moments as they were."""
-
-    kept: Mapping[str, Any] | None = None
-
-    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
-        if hasattr(self, "optimizer"):
-            self.kept = self.optimizer.state_dict()["state"]
-        super().build(task, setting, initial)
-        if self.kept:
-            groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict({"state": self.kept, "param_groups": groups})
-
-
 class OverTheBatch(nn.GroupNorm):
     """GroupNorm whose statistics are those of all examples together; of one example it is right."""
 
@@ -642,11 +523,8 @@ VARIANTS: dict[str, type[Exact]] = {
     "exact-bf16": Exact,
     "cuts-norm-bf16": CutsTheNorm,
     "noise-bf16": NoiseInHalfPrecision,
-    "sum-to-adam": GivesAdamTheSum,
-    "mean-noise-to-adam": NoiseOfTheMean,
-    "adam-l2": DecaysByTheGradient,
-    "no-warm-up": SkipsTheWarmup,
-    "keeps-moments": KeepsItsMemory,
+    **with_adam.VARIANTS,
+    **by_size.VARIANTS,
 }
 
 

@@ -22,12 +22,14 @@ SPREAD = "noise: standard deviation sigma C / B"
 LARGE_NOISE = "noise: on a large batch"
 REAL_NOISE = "noise: on real batches"
 FINE = "noise: fine enough"
+AGAIN = "noise: no step comes again"
 LATE = "update: many steps"
 LARGE = "update: large batch"
 PLACES = "update: some clipped"
 SIZES = "update: sizes"
 ALIKE = "noise: no coordinates alike"
 SECOND = "passed²"
+THIRD = "passed³"
 
 
 class Counting(Exact):
@@ -452,6 +454,24 @@ class BiasLikeTheMeanOfColumns(BiasLikeAColumn):
         return super().normal(shape)
 
 
+class NoiseFromTheStartAgain(Counting):
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        if self.count == 100:
+            self.rng = np.random.default_rng(self.setting.seed)
+        super().step(indices, mask)
+
+
+class SeedPlusTensor(Exact):
+    """Every tensor has a stream of its own, whose seed is the next one's of the tensor before."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.streams = {w.shape: np.random.default_rng(setting.seed + i) for i, w in enumerate(initial.values())}
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self.streams[shape].standard_normal(shape)
+
+
 @dataclass(frozen=True)
 class Fault:
     """``before``: what an earlier gate said of it, that of 2026-11-22 or a later one (see the footnotes). ``check``:
@@ -517,6 +537,8 @@ FAULTS = (
     Fault("less noise the fewer examples are clipped", NoiseByTheClippedShare, REAL_NOISE, before="not tried"),
     Fault("a bias gets the noise of four columns, halved", BiasLikeTheMeanOfColumns, ALIKE, before="not tried"),
     Fault("noise from uniforms of 16 bits, none beyond 4.71", NoiseFromShortUniforms, "noise: tails", "ffnn", SECOND),
+    Fault("the generator starts again at step 100", NoiseFromTheStartAgain, AGAIN, before=THIRD),
+    Fault("the i-th tensor has the stream of seed + i", SeedPlusTensor, "noise: fresh per seed", "ffnn", THIRD),
 )
 
 

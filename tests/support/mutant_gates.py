@@ -22,7 +22,7 @@ from tests.mutants.adapter import create
 TASK = {"embedding-off": "imdb-embedding", "drops-recurrent": "imdb-lstm"}
 ORDINARY_TASK = "mnist-cnn"
 TASKS_BEFORE = ("mnist-cnn", "imdb-embedding", "imdb-lstm")
-BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.525, "pld": 0.094}
+BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.525, "pld": 0.094, "of_2017": 0.7}
 
 
 def _task_of(name: str, variant: registry.Variant) -> str:

@@ -24,6 +24,7 @@ from harness.optimizer import SGD, Optimizer
 from harness.tasks import FLOAT32, Task, check_parameters
 from harness.worker import sampling
 from harness.worker.clock import Batch, timed_steps
+from harness.worker.gate import adam, diagnosis
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import noise as gate_noise
 from harness.worker.gate.cases import BATCH, LATE_LAST, TOLERANCE, Case
@@ -54,7 +55,7 @@ EPOCH_STEPS = 13
 NOISE_VALUES = 10_000_000
 NOISE_STEPS = (42, 6144)
 """Least and most steps; between them, as many as give NOISE_VALUES values."""
-ALTERNATING_STEPS = 512
+ALTERNATING_STEPS = 256
 """Steps that are on empty batches and on examples with p = 1 by turns; later ones are empty."""
 PAIRED_STEPS = 1024
 """The last steps, of which every two are compared."""
@@ -102,6 +103,7 @@ NOISE_CHECKS = (
     "no coordinates alike",
     "independent at all shifts",
     "independent steps",
+    "no step comes again",
     "fresh per seed",
     "same seed, same noise",
     "on real batches",
@@ -154,6 +156,8 @@ def checks(
     yield from _guarded("update: sizes", driver.sizes_check)
     yield from _guarded("update: many steps", driver.late_checks)
     yield from _guarded("update: worst tensor", driver.worst_tensor_check)
+    if adam.applies(task, setting.private):
+        yield from _guarded(adam.CHECK, driver.own_optimizer_check)
     if setting.private:
         yield from _guarded("sensitivity", driver.sensitivity_check)
         yield from _guarded(COPIES_CHECK, driver.copies_check)
@@ -177,6 +181,7 @@ def names(private: bool, has_budget: bool, task: Task | None = None) -> list[str
     found += [FROZEN_CHECK] if task is not None and task.trained_count < task.parameter_count else []
     found += [f"update: {name}" for name in gate_cases.names(private, task)]
     found += ["update: sizes", "update: many steps", LAST_STEPS, "update: worst tensor"]
+    found += [adam.CHECK] if adam.applies(task, private) else []
     if private:
         found += ["sensitivity", COPIES_CHECK, *(f"noise: {name}" for name in NOISE_CHECKS)]
     else:
@@ -286,9 +291,14 @@ class Driver:
         self.worst = Score(0.0, 0.0, "")
         self.placed = False
         self.seed, self.other_seed = (int(seed) for seed in rng.integers(1, 2**NOISE_SEED_BITS, 2))
-        some = next(case for case in self.cases if case.name == "some clipped").batches[0]
+        self.rng = rng
+        some = self.case("some clipped").batches[0]
         self.layout = gate_cases.Layout(task, (int(some[0]), int(some[1])), rng)
         self.sizes = (BATCH, gate_cases.large_rows(task))
+
+    def case(self, name: str) -> Case:
+        """Return the case of this name."""
+        return next(case for case in self.cases if case.name == name)
 
     # -- driving ------------------------------------------------------------------------------------------------
 
@@ -307,9 +317,11 @@ class Driver:
         seed: int | None = None,
         saturated: bool = False,
         optimizer: Optimizer | None = None,
+        initial: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray:
-        """Back to the starting weights, which it returns. Without an ``optimizer`` one of the task's kind whose update
-        is the rate times the gradient that it gets: the privatised gradient is what all the checks look at."""
+        """Back to the starting weights, which it returns, or to ``initial``. Without an ``optimizer`` one of the task's
+        kind whose update is the rate times the gradient that it gets: the privatised gradient is what all the checks
+        look at."""
         setting = dataclasses.replace(
             self.setting,
             batch_size=batch_size,
@@ -323,11 +335,37 @@ class Driver:
             setting = transparent(setting, learning_rate)
         else:
             setting = dataclasses.replace(setting, optimizer=optimizer)
-        self.adapter.build(self.task, setting, gate_cases.starting_weights(self.task, saturated))
+        self.adapter.build(self.task, setting, initial or gate_cases.starting_weights(self.task, saturated))
         if not self.placed:
             self.adapter.place(*self.layout.data())
             self.placed = True
         return self.starts[saturated]
+
+    def build_own(self, saturated: bool = False) -> Setting:
+        """Build with what the cell itself has, the epoch's length aside, and return that setting."""
+        own = self.setting
+        self.build(
+            self._short_epochs,
+            own.learning_rate,
+            own.max_grad_norm,
+            own.noise_multiplier,
+            saturated=saturated,
+            optimizer=own.optimizer,
+        )
+        return dataclasses.replace(own, batch_size=self._short_epochs)
+
+    def build_noise(self, seed: int) -> tuple[np.ndarray, float, float]:
+        """Return (starting weights, displacement by a gradient of 1, standard deviation of the noise)."""
+        size = self._short_epochs
+        before = self.build(size, NOISE_RATE * size, noise_multiplier=NOISE_MULTIPLIER, seed=seed, saturated=True)
+        return before, NOISE_RATE, NOISE_MULTIPLIER * self.norm
+
+    def sum_at(self, weights: Mapping[str, np.ndarray], batch: Batch, max_grad_norm: float) -> np.ndarray:
+        """Return the adapter's own clipped sum of a batch at any weights."""
+        self.build(max_grad_norm=max_grad_norm, initial=weights)
+        self.adapter.step(*batch)
+        self.adapter.synchronize()
+        return self._flat(weights) - self.weights()
 
     def batch(self, rows: np.ndarray, repeats: int = 1) -> Batch:
         """Copies of these rows of the pool as the adapter gets them."""
@@ -384,9 +422,15 @@ class Driver:
             yield _check("parameters: as given to build", worst, 0.0, "largest difference of any weight")
 
     def frozen_check(self) -> Iterator[Check]:
-        """Frozen parameters are those that were given, bit by bit, after steps with gradients and noise."""
+        """Frozen parameters are those that were given, bit by bit, after steps with gradients and noise; where AdamW is
+        the task's, with one that lets weights decay."""
         given = gate_cases.starting_weights(self.task)
-        self.build(noise_multiplier=NOISE_MULTIPLIER if self.setting.private else 0.0)
+        decays = next((case for case in self.cases if case.optimizer is not None), None)
+        self.build(
+            learning_rate=float(BATCH) if decays is None else decays.learning_rate,
+            noise_multiplier=NOISE_MULTIPLIER if self.setting.private else 0.0,
+            optimizer=None if decays is None else decays.optimizer,
+        )
         for rows in self._replay_batches():
             self.step(rows)
         found = self.adapter.parameters()
@@ -420,6 +464,10 @@ class Driver:
             self._note_tensors(case, found - expected, expected)
         rows = ", ".join(str(len(batch) * case.repeats) for batch in case.batches)
         detail = f"relative L2 error; rows {rows}, C {case.max_grad_norm:.4g}, |update| {size:.4g}"
+        if not error <= limit * size and len(case.batches) == 1:
+            sizes = len(case.batches[0]) * case.repeats, case.batch_size * case.repeats
+            told = diagnosis.of(found, expected, self.slices, *sizes, case.max_grad_norm)
+            detail = f"{told}; {detail}" if told else detail
         yield _check(f"update: {case.name}", error / size, limit, detail)
 
     def _large_update(self, case: Case, expected: np.ndarray) -> np.ndarray:
@@ -535,6 +583,9 @@ class Driver:
             "update: worst tensor", self.worst.value, self.worst.limit, f"relative L2 error of {self.worst.where}"
         )
 
+    def own_optimizer_check(self) -> Iterator[Check]:
+        yield _scored(adam.CHECK, adam.own_steps(self))
+
     def sensitivity_check(self) -> Iterator[Check]:
         """How far one example more moves the sum. Where the sums round to fewer bits, those of the other examples may
         differ by what that moves the larger one; an example that is alone has no others."""
@@ -577,10 +628,9 @@ class Driver:
         """([steps, parameters], [parameters]): noise in units of its nominal standard deviation, from batches without
         gradient: empty ones in even steps, examples with p = 1 in odd ones; and how coarsely float32 tells that of the
         first NOISE_STEPS[0] steps."""
-        size = self._short_epochs
-        before = self.build(size, NOISE_RATE * size, noise_multiplier=NOISE_MULTIPLIER, seed=seed, saturated=True)
+        before, rate, deviation = self.build_noise(seed)
+        unit = rate * deviation
         zero = gate_cases.zero_gradient_rows(self.task)
-        unit = NOISE_RATE * NOISE_MULTIPLIER * self.norm
         found = np.empty((steps, before.size), dtype=np.float32)
         largest = np.abs(before)
         steady = min(steps, NOISE_STEPS[0]) - 1
@@ -616,10 +666,11 @@ class Driver:
         yield _scored("noise: no coordinates alike", gate_noise.alike(z, self.slices))
         yield _scored("noise: independent at all shifts", gate_noise.independent_shifts(z))
         yield _scored("noise: independent steps", gate_noise.independent_steps(z[-PAIRED_STEPS:], self.slices))
+        yield _scored("noise: no step comes again", gate_noise.repeated(z, self.slices))
         fewer = max(OTHER_STEPS, math.ceil(OTHER_VALUES / parameters))
         seeds = [self.other_seed, *(self.seed + distance for distance in SEED_DISTANCES)]
         runs = {seed: self._noise_run(seed, fewer)[0] for seed in seeds}
-        score = gate_noise.independent_runs(z, runs)
+        score = gate_noise.independent_runs(z, runs, self.slices)
         listed = ", ".join(map(str, [self.seed, *seeds]))
         yield _scored("noise: fresh per seed", dataclasses.replace(score, where=f"{score.where}; seeds {listed}"))
         again, _ = self._noise_run(self.seed, REPRODUCED_STEPS)
@@ -644,8 +695,7 @@ class Driver:
 
     def large_noise_check(self) -> Iterator[Check]:
         """The same for a batch that adapters take in several pieces, under much noise: it is added once, and added."""
-        case = next(case for case in self.cases if case.name == LARGE_CASE)
-        score = self._noisy_update(case, NOISE_MULTIPLIER, range(1))
+        score = self._noisy_update(self.case(LARGE_CASE), NOISE_MULTIPLIER, range(1))
         yield _scored("noise: on a large batch", score)
 
     def _noisy_update(self, case: Case, multiplier: float, streams: range, batches: int = 1) -> Score:
@@ -691,12 +741,10 @@ class Driver:
 
     def _build_replay(self) -> np.ndarray:
         """With the task's own optimizer."""
-        is_sgd = isinstance(self.setting.optimizer, SGD)
-        return self.build(
-            learning_rate=REPLAY_RATE if is_sgd else self.setting.learning_rate,
-            noise_multiplier=self.setting.noise_multiplier if self.setting.private else 0.0,
-            optimizer=self.setting.optimizer,
-        )
+        if isinstance(self.setting.optimizer, SGD):
+            return self.build(learning_rate=REPLAY_RATE, noise_multiplier=self.setting.noise_multiplier)
+        self.build_own()
+        return self.starts[False]
 
     def replay_check(self) -> Iterator[Check]:
         """The same steps in one burst under the clock, and one by one with a look at the weights after each."""

@@ -40,6 +40,9 @@ COMPARED_STEPS = 32
 MEDIAN = 0.6744897501960817
 """Median of |N(0, 1)|."""
 
+TENSOR_VALUES = 16
+"""So many first values of a tensor's first noise are compared with those of others under neighbouring seeds."""
+
 LATE_FROM = 16
 """From so many steps on, the last quarter of every tensor is looked at by itself."""
 
@@ -257,16 +260,36 @@ def alike(z: np.ndarray, slices: Mapping[str, slice]) -> Score:
         score = float(_infinite_for_nan(_student_score(cosine[worst_pair], columns.shape[1])))
         where = " and ".join(_name_of(int(place), slices) for place in worst_pair)
         return Score(score, normal_limit(math.comb(size, 2)), where)
-    numbers = np.zeros(size, dtype=np.uint64)
-    first = z[0] > 0
-    for row in z[:COMPARED_STEPS]:
-        numbers = numbers << np.uint64(2) | ((row > 0) == first) << np.uint64(1) | (np.abs(row) > MEDIAN)
+    numbers = _numbers(z[:COMPARED_STEPS])
     order = np.argsort(numbers)
     same = np.flatnonzero(np.diff(numbers[order]) == 0)
     where = f"{size} coordinates"
     if same.size:
         where = " and ".join(_name_of(int(order[same[0] + k]), slices) for k in (0, 1))
     return Score(float(same.size), 0.0, where)
+
+
+def _numbers(z: np.ndarray) -> np.ndarray:
+    """Return for each column of z [at most COMPARED_STEPS, n] a number that it shares with its negation: signs beside
+    that of its first value, and halves."""
+    numbers = np.zeros(z.shape[1], dtype=np.uint64)
+    for row in z:
+        numbers = numbers << np.uint64(2) | ((row > 0) == (z[0] > 0)) << np.uint64(1) | (np.abs(row) > MEDIAN)
+    return numbers
+
+
+def repeated(z: np.ndarray, slices: Mapping[str, slice]) -> Score:
+    """How many steps of z [steps, parameters] have the noise of an earlier one, or the negated, in any tensor: a
+    generator that is started again. Of each step COMPARED_STEPS values are looked at, as :func:`alike` does."""
+    found: dict[str, int] = {}
+    for name, part in slices.items():
+        if part.stop - part.start >= COMPARED_STEPS:
+            places = np.linspace(part.start, part.stop - 1, COMPARED_STEPS).astype(np.int64)
+            _, first, times = np.unique(_numbers(z[:, places].T), return_index=True, return_counts=True)
+            again = f"{name}, first at step {first[times > 1].min() if len(first) < len(z) else 0}"
+            found[again] = len(z) - len(first)
+    where = max(found, key=lambda name: found[name], default="no tensor is large enough")
+    return Score(float(found.get(where, 0)), 0.0, f"{len(z)} steps; {where}")
 
 
 def upper_tail(value: float) -> float:
@@ -350,13 +373,21 @@ def pairs_score(cosine: np.ndarray, steps: int, size: int) -> float:
     return float(square_score(freedom + standard * math.sqrt(2.0 * freedom), freedom))
 
 
-def independent_runs(one: np.ndarray, others: Mapping[int, np.ndarray]) -> Score:
-    """Every step of runs with other seeds against every step of one run and of each other."""
+def independent_runs(one: np.ndarray, others: Mapping[int, np.ndarray], slices: Mapping[str, slice]) -> Score:
+    """Every step of runs with other seeds against every step of one run and of each other; and how the first
+    noise of every tensor begins in one against that of every other tensor in another: each may have a stream of its
+    own, whose seed is another tensor's under the next seed."""
+    names = [name for name, part in slices.items() if part.stop - part.start >= TENSOR_VALUES]
+    starts = np.array([slices[name].start for name in names], dtype=np.int64)[:, None] + np.arange(TENSOR_VALUES)
     runs: dict[str, np.ndarray] = {"the first run": one} | {f"seed {seed}": z for seed, z in others.items()}
     found = []
     for (name, a), (other, b) in itertools.combinations(runs.items(), 2):
         scores = cosine_score(a, b)
         found.append((_infinite_for_nan(scores).max(), scores.size, f"{name} and {other}"))
+        crossed = _infinite_for_nan(cosine_score(a[0, starts], b[0, starts]))
+        if crossed.size:
+            i, j = np.unravel_index(np.argmax(crossed), crossed.shape)
+            found.append((crossed[i, j], crossed.size, f"{names[i]} of {name} and {names[j]} of {other}"))
     value, _, where = max(found)
     return Score(float(value), normal_limit(sum(count for _, count, _ in found)), where)
 

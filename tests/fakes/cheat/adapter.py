@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -128,6 +129,13 @@ def timing() -> bool:
     return sys._getframe(2).f_code.co_name in {"timed_until", "timed_steps"}
 
 
+def is_read() -> bool:
+    """Whether the weights are read after a stretch, by the caller's caller or by whom it asks to."""
+    caller = sys._getframe(2)
+    above = caller.f_back
+    return "read_twice" in (caller.f_code.co_name, above.f_code.co_name if above else "")
+
+
 class WorksAhead(Vectorised):
     """Works at each reading of the weights on the batches that lie in the worker's memory, in their order there, and
     shows the results under the clock as long as it is given those batches."""
@@ -185,7 +193,7 @@ class UntilHalt(Vectorised):
         self.reads = 0
 
     def parameters(self) -> Values:
-        if sys._getframe(1).f_code.co_name == "read_twice":
+        if is_read():
             made, epoch = self.steps - SETTLING_STEPS, -(-len(self.x) // self.setting.batch_size)
             self.reads += made > REPLAYED_STEPS and made % epoch != 0
         return super().parameters()
@@ -201,7 +209,7 @@ class Jumps(Vectorised):
     seen: ClassVar[dict[int, Values]] = {}
 
     def parameters(self) -> Values:
-        if self.steps >= HONEST_STEPS and sys._getframe(1).f_code.co_name == "read_twice":
+        if self.steps >= HONEST_STEPS and is_read():
             type(self).seen[self.steps] = super().parameters()
         return super().parameters()
 
@@ -218,7 +226,7 @@ class StopsClocks(Vectorised):
     lost = 0.0
 
     def parameters(self) -> Values:
-        if sys._getframe(1).f_code.co_name == "read_twice":
+        if is_read():
             start = CLOCK()
             time.sleep(0.1)
             self.lost += CLOCK() - start
@@ -324,6 +332,98 @@ class OwnLoop(Vectorised):
         return np.zeros(shape)
 
 
+def found_above(name: str, start: int = 2) -> object | None:
+    """What the nearest caller has under this name, if any has."""
+    frame = sys._getframe(start)
+    while frame is not None and name not in frame.f_locals:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals[name]
+
+
+class AsksEarly(Vectorised):
+    """Asks the referee for the batches' seed by itself, before anything is built."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        line = found_above("line")
+        if MODE == "time" and line is not None and not hasattr(self, "seed"):
+            self.seed = line.ask("seed")["batch_seed"]
+
+
+class ForgesTheEnd(Vectorised):
+    """Says at the first step of a stretch that the stretch has ended and that the weights were read, and stops the
+    worker's clock while it works."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name not in {"time", "begin_turn"}:
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "time":
+            line = frame.f_locals["self"].line
+            if not hasattr(line, "honest"):
+                line.honest, line.left = line.tell, 0
+                line.tell = self.swallow(line)
+            if not line.left:
+                for what in ("end", "read", "read"):
+                    line.honest(what)
+                line.left = 3
+                now = CLOCK()
+                time.perf_counter = lambda: now
+        super().step(indices, mask)
+        end = time.process_time() + 2e-4
+        while time.process_time() < end:
+            pass
+
+    @staticmethod
+    def swallow(line: object) -> object:
+        def tell(what: str) -> None:
+            line.left -= 1
+            time.perf_counter = CLOCK
+
+        return tell
+
+
+class FillsLater(Vectorised):
+    """Does nothing under the clock after the first steps, and fills what it returned while the replay runs."""
+
+    handed: ClassVar[dict[int, list[Values]]] = {}
+
+    def parameters(self) -> Values:
+        found = super().parameters()
+        if self.steps >= HONEST_STEPS and is_read():
+            found["fc.bias"] += np.float32(1e-7)
+            self.handed.setdefault(self.steps, []).append(found)
+        return found
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        if sys._getframe(1).f_code.co_name in {"timed_until", "timed_steps"} and self.steps >= HONEST_STEPS:
+            self.steps += 1
+            return
+        super().step(indices, mask)
+        for arrays in self.handed.get(self.steps, ()):
+            for name, value in arrays.items():
+                value[...] = self.weights[name]
+
+
+class FillsPastTheCopy(FillsLater):
+    """The same, and lets the worker keep what it was given instead of copies."""
+
+    def place(self, x: Array, y: Array) -> None:
+        super().place(x, y)
+        sys.modules["harness.worker.deferred"].copies = lambda adapter: dict(adapter.parameters())
+
+
+class BesideTheWorker(Vectorised):
+    """Works in a process that is its parent's child, and not its own."""
+
+    def place(self, x: Array, y: Array) -> None:
+        super().place(x, y)
+        if MODE == "memory":
+            clone_parent, on_x86 = 0x8000, {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+            if ctypes.CDLL(None).syscall(on_x86, clone_parent | 17, 0, 0, 0, 0) == 0:
+                os.execv(sys.executable, [sys.executable, "-c", "import time; x = b'1' * 2**26; time.sleep(60)"])
+
+
 VARIANTS: Mapping[str, type[Exact]] = {
     "honest": Vectorised,
     "quarter": Quarter,
@@ -346,6 +446,11 @@ VARIANTS: Mapping[str, type[Exact]] = {
     "patches-worker": PatchesWorker,
     "memory-crash": MemoryCrash,
     "own-loop": OwnLoop,
+    "asks-early": AsksEarly,
+    "forges-end": ForgesTheEnd,
+    "fills-later": FillsLater,
+    "fills-past-copy": FillsPastTheCopy,
+    "beside": BesideTheWorker,
 }
 
 

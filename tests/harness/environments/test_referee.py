@@ -13,6 +13,7 @@ import pytest
 
 from harness.environments import processors
 from harness.environments import referee as referee_module
+from harness.environments.order import Order
 from harness.environments.processors import tree_processors, tree_seconds
 from harness.environments.referee import Direct, Referee
 from harness.worker.batches import REPLAYED_STEPS, epoch_batches, setting_of, timed_batches
@@ -68,6 +69,7 @@ def judged(
     request = Request(**GIVEN)  # type: ignore[arg-type]
     judge = Referee(request, pid=1)
     line = Direct(request, judge)
+    line.ask("sizes", steps=1, epochs=1)
     line.ask("seed")
     for epoch in range(3):
         line.ask("go", epoch=epoch, done=0)
@@ -77,6 +79,7 @@ def judged(
             now += 1e-3
             line.tell("read")
         now, used = now + pause, used + 2.0 * pause
+    line.ask("finish")
     return judge.judged(
         Result("ok", epoch_seconds=[1.0] * 3, timed=Timed(1, 1, 3, False, [1.0] * 3, part_seconds=[1.0] * 3))
     )
@@ -89,6 +92,7 @@ def test_on_a_busy_machine_a_clock_that_goes_slowly_gains_nothing(monkeypatch, w
     monkeypatch.setattr(referee_module, "_waited", lambda task: spent)
     judge = Referee(Request(**GIVEN))  # type: ignore[arg-type]
     line = Direct(judge.request, judge)
+    line.ask("sizes", steps=1, epochs=1)
     line.ask("seed")
     for epoch, done in ((0, 0), (0, 4), (1, 0)):
         line.ask("go", epoch=epoch, done=done)
@@ -96,6 +100,7 @@ def test_on_a_busy_machine_a_clock_that_goes_slowly_gains_nothing(monkeypatch, w
         line.tell("end")
         for _ in range(2):
             line.tell("read")
+    line.ask("finish")
     timed = Timed(20, 10, 2, True, measured_seconds=[0.02, 0.01], part_seconds=[0.01] * 3)
 
     judged = judge.judged(Result("ok", epoch_seconds=[0.04, 0.02], timed=timed))
@@ -177,3 +182,58 @@ def test_the_first_steps_have_no_order_before_the_clock_starts_either():
             )
         )
     assert len(orders) > 10
+
+
+START = ["sizes", "seed"]
+STRETCH = ["go", "end", "read", "read"]
+TURN = ["turn", *STRETCH]
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ([*START, *STRETCH, *STRETCH, "finish"], None),
+        (["seed", *START, *STRETCH, "finish"], "it sent 'seed' after its start, where sizes is due"),
+        ([*START, "go", *STRETCH, "finish"], "it sent 'go' after go, where end is due"),
+        ([*START, *STRETCH, *STRETCH[1:], "finish"], "it sent 'end' after read again, where go or finish is due"),
+        ([*START, *STRETCH], "it ended after read again, and not after 'finish'"),
+        ([*START, *TURN, "finish"], "it sent 'turn' after seed, where go is due"),
+    ],
+)
+def test_a_worker_asks_and_tells_in_one_order(said, fault):
+    order = Order(has_turns=False)
+    heard = [order.fault({"what": what, "epoch": epoch, "done": 0}) for what, epoch in numbered(said)]
+    assert next((f for f in [*heard, *order.unfinished] if f), None) == fault
+
+
+def test_with_turns_every_stretch_is_in_one():
+    order = Order(has_turns=True)
+    assert not any(order.fault({"what": w, "epoch": e, "done": 0}) for w, e in numbered([*START, *TURN, *TURN]))
+    assert (
+        order.fault({"what": "go", "epoch": 2, "done": 0})
+        == "it sent 'go' after read again, where turn or finish is due"
+    )
+
+
+def test_nobody_asks_for_steps_that_are_done():
+    order = Order(has_turns=False)
+    for what in [*START, *STRETCH]:
+        assert order.fault({"what": what, "epoch": 0, "done": 0}) is None
+    again = order.fault({"what": "go", "epoch": 0, "done": 0})
+    assert again == "it asked for the steps from 0 on of epoch 0 after those from (0, 0)"
+
+
+def test_a_worker_of_an_older_commit_neither_finishes_nor_commits_itself():
+    order = Order(has_turns=False, is_strict=False)
+    assert not any(order.fault({"what": w, "epoch": e, "done": 0}) for w, e in numbered([*START, *STRETCH]))
+    assert order.unfinished == []
+
+
+def numbered(said: list[str]) -> list[tuple[str, int]]:
+    """Give every stretch its own epoch."""
+    found, epoch, last = [], -1, ""
+    for what in said:
+        epoch += what == "turn" or (what == "go" and last != "turn")
+        found.append((what, max(0, epoch)))
+        last = what
+    return found

@@ -12,7 +12,7 @@ from harness.worker.request import Request
 from tests.harness.environments.test_referee import GIVEN
 
 
-def watch(monkeypatch, worked: float, waited: float, threads: int = 1) -> TurnWatch:
+def watch(monkeypatch, worked: float, waited: float, threads: int = 1, pause: float = 0.0) -> TurnWatch:
     """Ten turns of a second, in each of which the process worked and its longest waiting thread waited so long."""
     clock = {"worked": 0.0, "waited": 0.0}
     monkeypatch.setattr(turn_watch, "tree_clock", lambda pid: clock["worked"])
@@ -26,6 +26,9 @@ def watch(monkeypatch, worked: float, waited: float, threads: int = 1) -> TurnWa
         clock["worked"] += worked
         clock["waited"] += waited
         notes.clock_stops(1.0, notes.work())
+        notes.pause()
+        clock["worked"] += pause
+        notes.resume()
     return notes
 
 
@@ -48,6 +51,13 @@ def test_what_others_took_does_not_count_and_sleeping_does(monkeypatch, worked, 
 def test_work_of_children_that_have_ended_is_not_hidden_by_a_thread_that_waits(monkeypatch):
     (fault,) = watch(monkeypatch, worked=0.0, waited=0.95).faults(0.01, used=9.0)
     assert fault == "its processes used 9.00 s of a processor, and 0.50 s were counted"
+
+
+def test_work_in_the_pauses_between_turns_is_a_fault(monkeypatch):
+    assert watch(monkeypatch, 1.0, 0.0, pause=0.01).faults(0.01, 10.0) == []
+    assert watch(monkeypatch, 1.0, 0.0, pause=0.1).faults(0.01, 10.0) == [
+        "in half of its pauses it worked for more than 0.100 s (limit 0.015 s)"
+    ]
 
 
 def test_a_first_step_that_takes_many_others_is_a_fault(monkeypatch):

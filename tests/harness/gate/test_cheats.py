@@ -26,6 +26,11 @@ REFUSED = {
     "forges-time": ("rejected", ("the clocks do not agree",)),
     "patches-clock": ("rejected", ("the clocks do not agree",)),
     "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),
+    "asks-early": ("crashed", ("it sent 'seed' after its start, where sizes is due",)),
+    "forges-end": ("rejected", ("in half of its pauses it worked",)),
+    "fills-later": ("rejected", ("timed = replayed",)),
+    "fills-past-copy": ("rejected", ("the weights are not those that were read",)),
+    "beside": ("rejected", ("its parent's child",)),
     "memory-crash": ("crashed", ("its memory process, which is its untimed replay",)),
 }
 BY_CHANCE = {"until-halt"}

@@ -145,6 +145,23 @@ def test_a_raising_adapter_fails_the_check_and_says_why():
     assert empty["error"] is None and "IndexError: no rows" in empty["detail"]
 
 
+def test_a_wrong_divisor_is_told_as_one():
+    class DividesByItsRows(gate_numpy.Exact):
+        def step(self, indices, mask):
+            before = dict(self.weights)
+            super().step(indices, mask)
+            share = self.setting.batch_size / max(1, len(indices))
+            moved = {n: before[n] + share * (w - before[n]) for n, w in self.weights.items()}
+            self.weights = {n: w.astype(np.float32) for n, w in moved.items()}
+
+    found = checks(DividesByItsRows, TASKS["logreg"], PRIVATE, False, reference("logreg"))
+    wrong = next(check for check in found if not check["passed"])
+    assert wrong["check"] == "update: all clipped"
+    assert wrong["detail"].startswith(
+        "2 times as long as it ought to be, 16 / 8: the divisor is the batch's own length; "
+    )
+
+
 def test_a_twin_without_privacy_must_not_add_noise():
     assert "no noise" in failed(gate(gate_numpy.NoisyTwin(), setting=PLAIN))
 

@@ -41,7 +41,8 @@ def scores_of(seed, steps=16):
         "alike": gate_noise.alike(z[:, :100], {"w": slice(0, 100)}),
         "shifts": gate_noise.independent_shifts(z),
         "steps": gate_noise.independent_steps(z, slices()),
-        "runs": gate_noise.independent_runs(z, {k: other[:4] for k, other in enumerate(others)}),
+        "runs": gate_noise.independent_runs(z, {k: other[:4] for k, other in enumerate(others)}, slices()),
+        "again": gate_noise.repeated(z, slices()),
     }
 
 
