@@ -168,11 +168,11 @@ def test_whatever_a_contestant_tries_is_contained_and_recorded(cells: Cells) -> 
 
 
 def test_the_same_attempts_succeed_outside_of_a_container(cells: Cells) -> None:
-    """Else the test above could not fail."""
+    """Else the test above could not fail. (Variables of the shell reach no worker anywhere: test_variables.)"""
     done = cells.run("escape", "--isolation", "venv")
     reason = str(cells.records()["escape"].reason)
     assert done.returncode == 3 and "escaped by" in reason
-    for way in ("new privileges", "a network interface", "the host's processes", "a secret", "writing elsewhere"):
+    for way in ("new privileges", "a network interface", "the host's processes", "writing elsewhere"):
         assert way in reason
 
 
