@@ -110,7 +110,8 @@ class Run(Session[Options, Contestant, Job, Request]):
         the plan follow for what is not known well enough."""
         began = time.monotonic()
         yielded: list[Job] = []
-        for number in range(max(self._planned_rounds, plan.MOST_ROUNDS if self.pace.minutes else 0)):
+        rounds = max(self._planned_rounds, plan.MOST_ROUNDS if self.pace.minutes else 0)
+        for number in range(rounds):
             before = self.measured
             jobs = [job for job in self.jobs if job.round == number]
             if number >= self._planned_rounds:
@@ -138,6 +139,8 @@ class Run(Session[Options, Contestant, Job, Request]):
                 yield from self.block
             if self.measured > before:
                 self.pace.after_round(number + 1, self._planned_rounds)
+        if self.pace.minutes:
+            progress.log(f"{rounds} rounds are done, which is the most, and some interval is still wide.")
 
     @property
     def _planned_rounds(self) -> int:

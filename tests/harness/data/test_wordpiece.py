@@ -75,6 +75,8 @@ def safetensors(arrays: dict[str, np.ndarray]) -> bytes:
 
 
 TASK = replace(GATE_TASKS["small-encoder-lora"], dataset="imdb-wordpiece", pretrained=True)
+BLOCKS = 2
+"""Of the small encoders."""
 
 
 def published(task: Task) -> dict[str, np.ndarray]:
@@ -83,7 +85,8 @@ def published(task: Task) -> dict[str, np.ndarray]:
         *(f"embeddings.{part}_embeddings.weight" for part in ("word", "position", "token_type")),
         *(f"embeddings.LayerNorm.{kind}" for kind in ("weight", "bias")),
         *(
-            f"encoder.layer.0.{part}.{kind}"
+            f"encoder.layer.{block}.{part}.{kind}"
+            for block in range(BLOCKS)
             for part in (
                 *(f"attention.self.{one}" for one in ("query", "key", "value")),
                 "attention.output.dense",
@@ -110,11 +113,14 @@ def _order(bases: list[str]) -> list[str]:
         f"{layer}.{kind}"
         for layer in (
             "norm",
-            *(f"h0.attention.{part}" for part in ("query", "key", "value", "output")),
-            "h0.norm1",
-            "h0.wide",
-            "h0.narrow",
-            "h0.norm2",
+            *(
+                f"h{block}.{part}"
+                for block in range(BLOCKS)
+                for part in (
+                    *(f"attention.{one}" for one in ("query", "key", "value", "output")),
+                    *("norm1", "wide", "narrow", "norm2"),
+                )
+            ),
         )
         for kind in ("weight", "bias")
     ]

@@ -37,7 +37,7 @@ def test_a_task_that_is_too_large_is_judged_by_its_small_twin_and_the_verdict_na
             contestant, task, executor, Limits(2**30, 9.0), "cpu", 1, lambda _: None, lambda *_: None
         )
     assert [request.task for request in asked] == ["small-encoder-full", "encoder-lora"], "one verdict for both"
-    assert asked[0].reference.endswith("small-encoder-full.npz") and asked[0].dataset_size == 4_000
+    assert asked[0].reference.endswith("small-encoder-full.npz") and asked[0].dataset_size == 70_000
     assert all(verdict.passed for verdict in found.values())
     assert [found[task].gate.judged_as for task in found] == ["small-encoder-full", None, None]
     assert found["small-encoder-full"].cached and found["small-encoder-full"].gate.key == found["encoder-full"].gate.key
