@@ -409,7 +409,10 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
         Case("duplicates", (copied.astype(np.int64),), c),
         Case("empty", (np.zeros(0, dtype=np.int64),), c),
         Case("other C, B and rate", (some,), 0.37 * c, batch_size=10, learning_rate=5.0),
-        Case("large batch", (everyone,), c, LARGE_DIVISOR, float(LARGE_DIVISOR), repeats=large_repeats(task)),
+        # Sums of so many rows: a right one was 1.07 off, one that keeps rows in half precision 1.7.
+        Case(
+            "large batch", (everyone,), c, LARGE_DIVISOR, float(LARGE_DIVISOR), slack=1.5, repeats=large_repeats(task)
+        ),
         # After the first step the weights may come near a kink, hence the slack.
         Case("three steps", (some, low, high), c, learning_rate=_near_rate(task, reference, BATCH / 16, 3), slack=20.0),
     ]

@@ -107,7 +107,7 @@ def test_a_name_that_is_taken_is_bad_input(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.frameworks
 def test_a_newcomer_gets_a_measured_row(tmp_path: Path) -> None:
-    """The page's commands, on the genuine machinery: rejected, filled in, passed, timed."""
+    """The page's commands, on the genuine machinery: not filled in, filled in, passed, timed."""
     parent = tmp_path / "frameworks"
     new_framework.write("plain_numpy", parent)
     environment = {**os.environ, registry.EXTRA_FOLDERS: str(parent)}
@@ -117,10 +117,10 @@ def test_a_newcomer_gets_a_measured_row(tmp_path: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, cwd=registry.ROOT, env=environment)
 
     one = ("--frameworks", "plain_numpy", "--tasks", "logreg")
-    rejected = dpbench("gate", *one)
-    assert rejected.returncode == 1, rejected.stderr
-    rows = [row for row in json.loads(rejected.stdout) if row["adapter"] == "plain_numpy-default"]
-    assert [row["verdict"] for row in rows] == ["rejected"] and "step is not filled in yet" in rows[0]["detail"]
+    unfilled = dpbench("gate", *one)
+    assert unfilled.returncode == 3, unfilled.stderr
+    rows = [row for row in json.loads(unfilled.stdout) if row["adapter"] == "plain_numpy-default"]
+    assert [row["verdict"] for row in rows] == ["crashed"] and "step is not filled in yet" in rows[0]["detail"]
     (parent / "plain_numpy").rename(tmp_path / "skeleton")
     follow_the_page(parent)
     assert dpbench("gate", *one).returncode == 0
