@@ -336,7 +336,7 @@ class Setup:
             if self.settings["loss_reduction"] == "mean" and not length / 1.5 <= given <= 1.5 * length:
                 warn_caller(
                     f"expected_batch_size is {given:g}, and a batch holds {length:.4g} examples on average: every "
-                    f"update is divided by {given / length:.3g} times too much. Leave it and sample_rate out, or give "
+                    f"update is {length / given:.3g} times what it should be. Leave it and sample_rate out, or give "
                     "numbers that belong to your data: expected_batch_size = sample_rate times the number of examples.",
                 )
             return given

@@ -58,6 +58,7 @@ class _Finder(MetaPathFinder, Loader):
                     setattr(module, name, value)
         for name in PLACES[place].split():
             setattr(module, name, named(name))
+        module.__file__ = getattr(dpcores, "__file__", __file__)
         if not place:
             vars(module)["__version__"] = VERSION
 

@@ -57,6 +57,9 @@ class PiecewiseLoader:
         self._batches = itertools.count()
         optimizer.plans_pieces = max_physical_batch_size == AUTO
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(pieces of {self.size!r} of {self.loader!r})"
+
     def __iter__(self) -> Iterator[Any]:
         # A loop that was left within a batch must not add its pieces to another batch's.
         self.optimizer.discard()

@@ -382,6 +382,7 @@ def test_a_path_for_what_starts_its_own_processes(capsys):
     assert main(["--path"]) == 0
     paths = os.pathsep.join([capsys.readouterr().out.strip(), str(ROOT)])
     script = (
-        "from opacus.optimizers import optimizer; import opacus; print(opacus.__version__, optimizer.__spec__.origin)"
+        "from opacus.optimizers import optimizer; import opacus, inspect; inspect.getfile(opacus); "
+        "print(opacus.__version__, optimizer.__spec__.origin)"
     )
     assert _python("-c", script, PYTHONPATH=paths)[:2] == (0, f"{VERSION} dpcore")

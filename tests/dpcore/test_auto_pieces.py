@@ -202,3 +202,8 @@ def test_a_checkpoint_holds_where_the_batches_stand(size: int | str, tmp_path: P
     for run in (goes_on, resumed):
         train(*run[:3])
     assert relative_error(weights(resumed[0]), weights(goes_on[0])) < 1e-5
+
+
+def test_a_loader_of_pieces_describes_itself():
+    _, _, loader, _ = private("auto")
+    assert repr(loader).startswith("PiecewiseLoader(pieces of 'auto' of DPDataLoader(40 examples, sample_rate=0.9")
