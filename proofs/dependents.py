@@ -172,7 +172,7 @@ USES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a use: the numbers that it has said, or the last line of its error."""
+    """Return what became of a use: the numbers that it has said, or the last line of its error."""
 
     said: dict[str, float] | None
     error: str = ""

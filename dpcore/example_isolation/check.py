@@ -16,8 +16,9 @@ rare random ones later, go through the model a few times more, and the real pass
 6. *The sum.* The gradients of all examples add up to the ordinary gradient (:mod:`dpcore.example_isolation.sums`). It
    is the one experiment that a batch of one example goes through, too.
 
-Of large examples, whose passes take long, one batch goes through 1 and 2 with the other example as an outlier, and the
-next one through 1, 2 and 6, in turn. What 6 finds is lost to training; it never is in a release.
+Of large examples, whose passes take long, one batch of a kind goes through 1 and 2 with the other example as an
+outlier, and the next one through 1, 2 and 6, in turn; every second batch of new kinds goes through 6, too. What 6 finds
+is lost to training; it never is in a release.
 
 Outputs are all tensors with a gradient in what the forward pass returns, also within objects of unknown classes, and
 those that it leaves in attributes of modules.
@@ -161,12 +162,13 @@ class IsolationCheck:
                 row = self._random.randrange(batch_size)
                 alone = whole or batch_size < FEWEST
                 short = trial.large and turn % 2 == 0 and not alone
-                trial.adds_up = not short
+                # By all checks: batches may each be of a kind of their own, of which none would have a second.
+                trial.adds_up = not short or self._checks % 2 == 0
                 if alone:
                     trial.measure(batch, torch.arange(0), alone=row)
                 else:
                     self._exchange(trial, batch, row, short)
-                if not short:
+                if trial.adds_up:
                     self._compare_sums(trial, batch)
         except Exception as error:
             if not ran_out(error):

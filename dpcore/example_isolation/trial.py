@@ -79,7 +79,7 @@ class Trial:
         self.rounds = False
         """Whether something was computed in half precision there."""
         self.adds_up = True
-        """Whether such a pass notes that."""
+        """True where such a pass notes that."""
         self._counts_left_behind = True
 
     def recorded_of(self, param: Parameter) -> float:

@@ -70,7 +70,7 @@ class Iteration:
     ordinary: dict[Parameter, Tensor] = field(default_factory=dict)
     """The part of ``p.grad`` that it has added so far."""
     inputs: list[Tensor] = field(default_factory=list)
-    """What the module was called with."""
+    """The tensors that the module was called with."""
 
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape], formed when first read; zeros where the loss does not depend on the parameter."""

@@ -1,1 +1,1 @@
-"""What dpcore knows of Opacus' own spelling: the private names that software built on it reads, calls and overrides."""
+"""Hold Opacus' own spelling: the private names that software built on it reads, calls and overrides."""

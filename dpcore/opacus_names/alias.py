@@ -68,7 +68,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Opacus(Distribution):
-    """What is installed, for programs that ask for the version."""
+    """Answers programs that ask which version is installed."""
 
     def read_text(self, filename: str) -> str | None:
         return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n" if filename == "METADATA" else None

@@ -25,7 +25,7 @@ MAY_BE_UNKNOWN = ("batch_first", "rand_on_empty", "wrap_model", "grad_sample_mod
 
 
 class ExtensionPoints:
-    """What a subclass of the engine may override to make parts of its own, or call to make the usual ones.
+    """Makes the parts of a private run, by methods that a subclass of the engine may override or call.
 
     An override is called by make_private with the arguments that Opacus passes, and what it returns is checked before
     it is used. One that cannot be called is refused by name.

@@ -1,4 +1,4 @@
-"""What subclasses and users of Opacus' optimizer read of it and of its module, beside its public names."""
+"""Gives Opacus' optimizer and its module the names that subclasses and users read beside the public ones."""
 
 from __future__ import annotations
 

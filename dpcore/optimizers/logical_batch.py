@@ -97,7 +97,7 @@ class LogicalBatch:
 
     @property
     def is_of_a_loader(self) -> bool:
-        """Whether a loader has handed out the newest piece of the batch that goes on."""
+        """True where a loader has handed out the newest piece of the batch that goes on."""
         return self._piece is not None and self._piece.rows is not None
 
     @property

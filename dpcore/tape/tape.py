@@ -98,7 +98,7 @@ class Tape(TorchFunctionMode):
     _within_forward = False
     """Whether the model is taking a gradient of its own, of which nothing is recorded."""
     inputs: Sequence[Tensor] = ()
-    """What the module is called with."""
+    """The tensors that the module is called with."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What of the shell's variables reaches a worker, pip and git: those on a list, of which a record names what a library
+"""List the shell's variables that reach a worker, pip and git, of which a record names what a library
 may read."""
 
 from __future__ import annotations

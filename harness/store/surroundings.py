@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made, and whether two of them may be put together.
+"""Describe where and with what a measurement was made, and say whether two of them may be put together.
 
 Asked wherever two measurements meet: pairs and pools of a report, a run that goes on, a remembered verdict, the
 history, a comparison. What may differ is listed here, and nowhere else.

@@ -1,4 +1,4 @@
-"""What control groups leave to this process, of the processors above all, by cgroup v1 or v2. Standard library only.
+"""Read what control groups leave to this process, of processors above all, by cgroup v1 or v2. Standard library only.
 
 A container with ``--cpus 0.5`` and a pod with a limit are stopped for a part of every period. The kernel counts that,
 and no load of the machine shows it.

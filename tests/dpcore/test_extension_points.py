@@ -1,4 +1,4 @@
-"""What subclasses of the engine override in Opacus: called with what they expect, or refused by name."""
+"""Methods that subclasses of the engine override in Opacus are called with what they expect, or refused by name."""
 
 from __future__ import annotations
 

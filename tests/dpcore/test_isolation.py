@@ -351,8 +351,19 @@ def test_the_shorter_experiments_of_large_examples_find_the_same(name, monkeypat
         several(engine_for((MIXING | HONEST)[name]))
 
 
+def test_sums_of_large_examples_are_compared_though_every_batch_is_of_a_new_kind(monkeypatch):
+    monkeypatch.setattr(trial, "LARGE_BYTES", -1)
+    compared = []
+    ordinary = trial.Trial.ordinary
+    monkeypatch.setattr(trial.Trial, "ordinary", lambda *of: compared.append(len(of)) or ordinary(*of))
+    engine = engine_for(nn.Linear(6, 3), lambda outputs, y: outputs.square().sum((1, 2)))
+    for length in (2, 3, 4, 5):
+        engine.clipped_sum(torch.randn(14, length, 6), torch.zeros(14))
+    assert len(compared) == 2
+
+
 def test_large_examples_go_through_fewer_passes(monkeypatch):
-    """Of three batches, in calls of the model; the sum is compared at the second of them."""
+    """The model is called less often in three batches; the sum is compared at the second of them."""
 
     def calls():
         seen = []

@@ -61,7 +61,7 @@ def test_epsilon_without_delta():
 
 @pytest.mark.parametrize(("divisor", "told"), [(10.0, False), (14.0, False), (30.0, True), (3.0, True)])
 def test_a_divisor_that_belongs_to_other_data(divisor, told):
-    """As a snippet for another data set has it: the update would be so many times too short, or too long."""
+    """The update would be so many times too short, or too long, as a snippet for another data set makes it."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         PrivacyEngine().make_private(

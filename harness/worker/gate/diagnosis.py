@@ -1,4 +1,4 @@
-"""What is wrong with an update, where that can be said: a factor and what it means, or tensors that are left out."""
+"""Say what is wrong with an update, where that is clear: a factor and its meaning, or tensors that are left out."""
 
 from __future__ import annotations
 

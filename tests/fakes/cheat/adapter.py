@@ -130,7 +130,7 @@ def timing() -> bool:
 
 
 def is_read() -> bool:
-    """Whether the weights are read after a stretch, by the caller's caller or by whom it asks to."""
+    """Return whether the weights are read after a stretch, by the caller's caller or by whom it asks to."""
     caller = sys._getframe(2)
     above = caller.f_back
     return "read_twice" in (caller.f_code.co_name, above.f_code.co_name if above else "")
@@ -333,7 +333,7 @@ class OwnLoop(Vectorised):
 
 
 def found_above(name: str, start: int = 2) -> object | None:
-    """What the nearest caller has under this name, if any has."""
+    """Return what the nearest caller has under this name, if any has."""
     frame = sys._getframe(start)
     while frame is not None and name not in frame.f_locals:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What an exit code means: 0 a number everywhere, 1 a finding, 2 bad input, 3 something could not be measured."""
+"""Exit codes mean: 0 a number everywhere, 1 a finding, 2 bad input, 3 something could not be measured."""
 
 from __future__ import annotations
 

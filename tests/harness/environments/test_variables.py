@@ -1,4 +1,4 @@
-"""What of the shell's variables reaches a worker and pip, and what of it a record names."""
+"""Variables of the shell reach a worker and pip by a list, and a record names those that times depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a control group leaves of the processors, by both versions, as the process finds it."""
+"""The process finds what a control group leaves of the processors, by both versions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def limited(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 def inside(group: Path, code: str) -> list[float]:
-    """What a Python prints that runs in a control group."""
+    """Return what a Python prints that runs in a control group."""
     command = ["sh", "-c", f'echo $$ > {group} && exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [float(word) for word in done.stdout.split()]

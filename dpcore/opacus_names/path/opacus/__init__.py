@@ -1,4 +1,4 @@
-"""Found in the place of Opacus by processes that have this file's folder in PYTHONPATH: dpcore comes in its place."""
+"""Stands in the place of Opacus for processes that have this file's folder in PYTHONPATH: dpcore comes in its place."""
 
 import importlib
 
