@@ -2,7 +2,8 @@
 
 from dpcore.budget import BudgetError
 from dpcore.data_loader import DPDataLoader
-from dpcore.engine.engine import ClippedSum, Engine
+from dpcore.engine.batch_sums import ClippedSum
+from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping

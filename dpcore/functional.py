@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpcore.engine.engine import ClippedSum, Engine, LossFn
+from dpcore.engine.batch_sums import ClippedSum, LossFn
+from dpcore.engine.engine import Engine
 
 
 def clipped_sum(

@@ -108,7 +108,7 @@ def test_layers_that_are_not_recorded_do_not_make_a_model_look_light(frozen: boo
     layers[0].requires_grad_(not frozen)
     engine = Engine(model, lambda out, y: out.square().mean((1, 2)))
     engine.clipped_sum(torch.randn(8, 2000, 8), torch.zeros(8))
-    (plan,) = engine._plans.of.values()
+    (plan,) = engine._sums.plans.of.values()
     assert (plan.size(128) > plan.most) == (not frozen)
 
 

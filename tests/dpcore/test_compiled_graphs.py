@@ -88,7 +88,7 @@ def batch_of(name, batch):
 
 
 def graphs_of(engine):
-    return engine._graphs.sizes
+    return engine._sums.graphs.sizes
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_weights_and_bounds_are_read_at_every_call():
     agrees(model, engine, x, y, 0.2)
     engine.accumulator.set_bounds(0.05)
     assert agrees(model, engine, x, y, 0.05).sensitivity == 0.05
-    assert len(engine._graphs._graphs) == 1
+    assert len(engine._sums.graphs._graphs) == 1
 
 
 def test_buffers_and_frozen_parameters_are_read_at_every_call():
@@ -208,7 +208,7 @@ def test_parameters_given_other_data_get_a_graph_of_their_own():
         agrees(model, engine, x, y, 0.2)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(engine._graphs._graphs) == 3
+    assert len(engine._sums.graphs._graphs) == 3
 
 
 def test_batches_that_come_filled_up_are_not_filled_again():
