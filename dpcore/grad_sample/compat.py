@@ -50,10 +50,10 @@ class _Measured(AbstractGradSampleHooks):
         return self.get_norm_sample()
 
     def _measure(self) -> tuple[Tensor, Tensor]:
-        if not self._iterations:
+        if not self._waiting.passes:
             raise PrivacyError("There was no backward pass since the last step, so there are no gradients to measure.")
         bound = 1.0 if self.max_grad_norm is None else self.max_grad_norm
-        iteration = self._iterations[-1]
+        iteration = self._waiting.passes[-1]
         norms, factors = Accumulator(self.trained, bound).add(iteration.remaining(), iteration.batch_size)
         return norms[0], factors[0]
 

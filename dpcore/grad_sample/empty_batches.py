@@ -30,12 +30,12 @@ EMPTY_BATCH = (
 
 def number_batches(recorder: Any, newest: Callable[[], int]) -> None:
     """Let ``newest()`` tell which batch of its loader a recorder is called on; not a copy of the recorder."""
-    recorder._empty.newest = newest
+    recorder._waiting.empty.newest = newest
 
 
 def newest_batch(recorder: Any) -> int | None:
     """Return the number of the newest batch of a recorder's loader; None where it is not known."""
-    newest: Callable[[], int] | None = recorder._empty.newest
+    newest: Callable[[], int] | None = recorder._waiting.empty.newest
     return None if newest is None else newest()
 
 

@@ -30,7 +30,7 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
         frame = sys._getframe(1)
         comprehension = frame.f_code.co_name == "<listcomp>" and frame.f_back  # a frame of its own up to Python 3.11
         asking = (comprehension or frame).f_code.co_name
-        if asking in ("clip_grad_norm_", "clip_grad_value_") and self._iterations and not self.ordinary_grad:
+        if asking in ("clip_grad_norm_", "clip_grad_value_") and self._waiting.passes and not self.ordinary_grad:
             told = (
                 f"{asking} does nothing between backward() and the private optimizer's step(): there is no ordinary "
                 "gradient, and step() clips every example's own to max_grad_norm. Leave the call out."

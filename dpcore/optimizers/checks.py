@@ -97,7 +97,7 @@ def check_unchanged(optimizer: Any) -> None:
 def check_no_ordinary_gradient(optimizer: Any) -> None:
     """PrivacyError where a parameter has a gradient that is not of recorded examples."""
     for name, param in optimizer.accumulator.parameters.items():
-        if optimizer.module.owns(param):
+        if optimizer.module.ordinary_gradients.owns(param):
             continue
         if not optimizer.module._module.training:
             raise PrivacyError(
@@ -109,7 +109,7 @@ def check_no_ordinary_gradient(optimizer: Any) -> None:
 
 def _whence(module: AbstractGradSampleHooks, param: Parameter) -> str:
     """Say where an ordinary gradient may come from, and what to write instead."""
-    if module.formed(param):
+    if module.ordinary_gradients.formed(param):
         return (
             "p.grad was changed by hand since backward() (by clip_grad_norm_, say), which the step would undo. "
             f"Leave clipping to step(), or change p.grad in optimizer.register_step_pre_hook.{trainer_hint()}"
@@ -147,8 +147,7 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
 
 def see_division(module: AbstractGradSampleHooks, k: int) -> None:
     """Warn once where the loop divides its losses by the number ``k`` of batches that it accumulates."""
-    if k > 1 and module.loss_divided_by == k:
-        module.loss_divided_by = 1
+    if k > 1 and module.divided_by(k):
         warn_caller(
             f"The loop accumulates {k} batches for a step and divides their losses by {k}, and step() divides by "
             "their number, too: every gradient is that much too small before it is clipped. Leave the division of "

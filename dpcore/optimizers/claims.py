@@ -74,16 +74,16 @@ def _check(optimizer: Any) -> None:
             # A wrapper of the user's (Lookahead, say) asks it to step, but may apply what it finds before or instead.
             check_no_ordinary_gradient(private)
             for param in private.accumulator.names:
-                if not private.module.is_released(param):
+                if not private.module.ordinary_gradients.is_released(param):
                     param.grad = None
         # One of the user's own class may hold the private one, and ask it to step.
         torchs = type(optimizer).__module__.startswith("torch.optim.")
-        idle = torchs and private.module.has_recorded and not private.logical_batch.is_stepping
+        idle = torchs and private.module.calls and not private.logical_batch.is_stepping
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if private.logical_batch.is_stepping and param in private.accumulator.names:
                     continue  # released, and possibly changed since by the user's own optimizer, which holds this one
-                if private.module.records(param) and not private.module.is_released(param):
+                if private.module.records(param) and not private.module.ordinary_gradients.is_released(param):
                     _refuse(optimizer, param)
                 idle = idle and param.grad is None and private.module.records(param)
         if idle:
@@ -114,7 +114,7 @@ def guard_inner(optimizer: Any) -> None:
         private = outer()
         if private is None or private.logical_batch.is_stepping:
             return
-        if private._is_ready and all(map(private.module.is_released, private.accumulator.names)):
+        if private._is_ready and all(map(private.module.ordinary_gradients.is_released, private.accumulator.names)):
             return  # by a subclass's step(), behind pre_step()
         if any(owner_of(p) is private.module for p in private.accumulator.names):
             raise PrivacyError(

@@ -103,7 +103,7 @@ class ClippingOptimizer(OptimizerWrapper):
             do_skip: Whether the piece's step clips and accumulates only, because others of its batch follow.
         """
         watch_torch()
-        self.logical_batch.signal(do_skip, self.module._passes, self.run.handed_out)
+        self.logical_batch.signal(do_skip, self.module.calls, self.run.handed_out)
 
     @property
     def has_batch(self) -> bool:
@@ -170,7 +170,7 @@ class ClippingOptimizer(OptimizerWrapper):
         elif self.logical_batch.is_of_a_loader:
             checks.check_settings(self, self._settings)
         given = self.module.given
-        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module._passes, given)
+        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module.calls, given)
 
     def _use_own_clipping(self) -> None:
         """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""

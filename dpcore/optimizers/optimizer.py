@@ -205,7 +205,7 @@ class DPOptimizer(ClippingOptimizer):
         self.steps += 1
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad
-            self.module.release(param)
+            self.module.ordinary_gradients.release(param)
 
     def _gradient_noise_multiplier(self) -> float:
         return self.noise_multiplier
@@ -247,7 +247,7 @@ class DPOptimizer(ClippingOptimizer):
             self._abandon(taken)  # or the batch would be added to the next one
             raise
         for param in self.accumulator.names:
-            self.module.release(param)
+            self.module.ordinary_gradients.release(param)
         for hook in self.step_hooks:
             hook(self)
         self._is_ready = True
@@ -260,7 +260,7 @@ class DPOptimizer(ClippingOptimizer):
         self._is_ready = False
         for param in self.accumulator.names:
             if param.grad is not None:
-                self.module.own(param)
+                self.module.ordinary_gradients.own(param)
         self.run.conclude(self.accumulated_iterations)
         self._clear()
         if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:

@@ -1,0 +1,178 @@
+"""Recorded calls of a module: what has to be known of it before, and the tape that runs along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
+
+from dpcore.distributed import Ranks
+from dpcore.errors import UnsupportedError
+from dpcore.example_isolation.check import IsolationCheck
+from dpcore.example_isolation.loss import LossCheck
+from dpcore.grad_sample import mean_loss
+from dpcore.grad_sample.backward_passes import BackwardPasses
+from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.looks import looks
+from dpcore.rerun.side_effects import tensors_in
+from dpcore.rules import cross_entropy
+from dpcore.rules.custom import custom_fallbacks
+from dpcore.tape.tape import Tape
+from dpcore.tree import flatten, unflatten
+from dpcore.validators.module_validator import batch_norm_error, batch_norms, mixes_examples
+
+Call = Callable[..., Any]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a call of the module: by place, and by name."""
+
+
+class ForwardPasses:
+    """Records calls of ``module`` for the trained parameters ``names``; ``backward`` is told what is reached."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: dict[Parameter, str],
+        mean_loss: bool,
+        losses: LossCheck,
+        backward: BackwardPasses,
+    ) -> None:
+        self.count = 0
+        """How many calls were recorded."""
+        self._module = module
+        self._names = names
+        self._mean_loss = mean_loss
+        self._losses = losses
+        self._backward = backward
+        self._layout = Layout(module, custom_fallbacks(module))
+        self._kinds: set[tuple[Any, ...]] = set()
+        self._batch_norms = batch_norms(module)
+        self.isolation = IsolationCheck(module, names, self._layout)
+
+    def check_batch_norms(self) -> None:
+        """Raise UnsupportedError where a pass would put the batch's statistics into buffers, without noise.
+
+        It would do so without gradients, too.
+        """
+        for name, norm in self._batch_norms.items():
+            if mixes_examples(norm):
+                raise batch_norm_error(f"Module {name!r}", norm)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether all ranks have to run the module together."""
+        ranks = getattr(self._module, "ranks", None)
+        return isinstance(ranks, Ranks) and ranks.sharded
+
+    def record(self, call: Call, given: Given, batch_size: int, name: str) -> Any:
+        """Return what ``call`` of the module's method ``name`` returns for ``given``, recorded."""
+        tape, output = self._layout.attempt(
+            lambda: self._pass(call, given, batch_size, name),
+            None if self.sharded else lambda: self._look_again(call, given, batch_size),
+        )
+        if self._mean_loss and tape.rounds:
+            mean_loss.install()
+            leaves = flatten(given)[0]  # whose gradients would be too large
+            of_leaf = any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in leaves)
+            tape.may_start_with_length = not of_leaf
+        cross_entropy.mark(flatten(output)[0])
+        return output
+
+    def _pass(self, call: Call, given: Given, batch_size: int, name: str) -> tuple[Tape, Any]:
+        """Run a recorded call: its tape, and what was returned."""
+        kind, due = self._prepare(call, given, batch_size, name)
+        self.count += 1
+        tape = self._layout.tape(self._names, batch_size, float(batch_size) if self._mean_loss else 1.0)
+        tape.number, tape.on_fire, tape.on_again = self.count, self._backward.reach, self._again
+        tape.drops_activations = self._layout.drops_activations
+        tape.inputs = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]
+        with self._layout.recording(tape):
+            output = call(*given[0], **given[1])
+        if self.isolation.enabled and not self.sharded:
+            mean_loss.install()
+            self._losses.expect(kind, due, tensors_in(output), batch_size)
+        return tape, output
+
+    def _again(self, tape: Tape) -> None:
+        self._backward.check_latest(tape, self.count)
+
+    def _prepare(self, call: Call, given: Given, batch_size: int, name: str) -> tuple[Any, bool]:
+        """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due.
+
+        Returns the kind of the batch, and whether it was checked.
+        """
+        leaves = flatten(given)[0]
+        kind = (
+            name,
+            *(
+                (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+                if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
+            ),
+        )
+        self._learn(kind, call, given, batch_size)
+        # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
+        if self.sharded or not self.isolation.due(kind, batch_size):
+            return kind, False
+        run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
+        self.isolation.check(kind, run, given, batch_size, outputs=name == "forward")
+        return kind, True
+
+    def _learn(self, kind: tuple[Any, ...], call: Call, given: Given, batch_size: int) -> None:
+        """Finds what has no rule, before the first batch of a kind."""
+        new = batch_size > 0 and kind not in self._kinds
+        if sharded := self.sharded:
+            # The model can only be run by all ranks together, and none of them knows what the others have seen.
+            new = self._module.ranks.largest(int(new)) > 0  # type: ignore[union-attr, operator]
+        if not new:
+            return
+        self._look(call, given, batch_size)
+        self._kinds.add(kind)
+        if self._layout.derived and sharded:
+            raise UnsupportedError(
+                f"{', '.join(sorted(self._layout.derived))} is used by way of what the model computes from it alone (a "
+                "transposed or scaled weight, say), for which it is no longer whole; with fully_shard layers must use "
+                "their parameters as they are. Use DifferentiallyPrivateDistributedDataParallel instead."
+            )
+        if self._layout.fallbacks and sharded:
+            raise UnsupportedError(
+                f"{', '.join(self._layout.fallbacks)} has no rule and would be run again example by example, for which "
+                "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a "
+                "rule. Use DifferentiallyPrivateDistributedDataParallel instead."
+            )
+
+    def _look_again(self, call: Call, given: Given, batch_size: int) -> None:
+        """Look at all examples of a batch that has led to a part of the model that is not known."""
+        self._look(call, given, batch_size, again=True)
+        self.isolation.begin_anew()
+
+    def _look(self, call: Call, given: Given, batch_size: int, again: bool = False) -> None:
+        of = looks(self._module, lambda batch: call(*batch[0], **batch[1]), given, batch_size, again)
+        self._layout.learn(self._names, *of, again=again)
+
+
+def batch_brought_first(call: Call, given: Given) -> tuple[Call, Given]:
+    """Return a call with time-first inputs [T, B, ...] as one with batch-first inputs: the module still gets its own.
+
+    UnsupportedError where its inputs have no batch in the second dimension.
+    """
+
+    def swap(value: Any) -> Any:
+        leaves, structure = flatten(value)
+        return unflatten(structure, [v.transpose(0, 1) if isinstance(v, Tensor) and v.dim() > 1 else v for v in leaves])
+
+    if any(isinstance(value, PackedSequence) for value in (*given[0], *given[1].values())):
+        raise UnsupportedError("A PackedSequence has no first dimension to speak of; use batch_first=True.")
+    if any(isinstance(leaf, Tensor) and leaf.dim() > 1 and not len(leaf) for leaf in flatten(given)[0]):
+        raise UnsupportedError(
+            "An input has no time steps, and may be an empty batch that was cut in the wrong dimension; with "
+            "batch_first=False transpose batches in the loop, not in the loader's collate_fn."
+        )
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        return call(*swap(args), **swap(kwargs))
+
+    return swapped, (swap(given[0]), swap(given[1]))
