@@ -24,6 +24,7 @@ from dpcore.microbatch.planner import choose, micro_batches, trains_all
 from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
 from dpcore.rules.custom import custom_fallbacks
+from dpcore.tape import own_passes
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
 
@@ -228,7 +229,7 @@ class BatchSums:
         with torch.enable_grad():
             with self._layout.recording(tape):
                 losses = self._losses((x, y))
-            tape.backward(losses, mask.to(losses.dtype))
+            own_passes.backward(tape, losses, mask.to(losses.dtype))
         with torch.no_grad():
             # Memory of their own: a loss may hand out what it was given, which the next piece is written over.
             return *self.accumulator.clipped(tape.uses, mask, bounds), losses.detach().clone()
@@ -279,7 +280,7 @@ class BatchSums:
                 losses = self._losses((x, y))
             weights = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
             try:
-                tape.backward(losses, weights)
+                own_passes.backward(tape, losses, weights)
             except SeenOtherwise:
                 return self._passes(x, y, mask)
         return tape, losses

@@ -24,6 +24,7 @@ from dpcore.rerun.side_effects import left_behind, tensors_in
 from dpcore.rerun.snapshot import ModelState, RandomNumbers
 from dpcore.rules.linear import wide
 from dpcore.rules.vmap import ModuleUse
+from dpcore.tape import own_passes
 from dpcore.tape.checkpointing import unrecorded
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
@@ -116,7 +117,7 @@ class Trial:
         def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
             weights = self._all_weights(outputs, excluded if changed else None, dropped)
             if weights is not None:
-                raw = tape.pull(outputs, weights, keep=False, guarded=not self._counts_left_behind)
+                raw = own_passes.pull(tape, outputs, weights, keep=False, guarded=not self._counts_left_behind)
                 record = alone is not None and self.adds_up
                 if record:
                     self.rounds = tape.rounds
@@ -295,7 +296,7 @@ class Trial:
                 weight = torch.zeros_like(output)
                 weights.append(weight.index_copy_(dim, theirs, _weights(output).index_select(dim, theirs)))
             spent = self.large and way + 1 == possible
-            tape.pull([output for output, _ in by_row], weights, keep=not (spent or self.subject.compiled))
+            own_passes.pull(tape, [output for output, _ in by_row], weights, keep=not (spent or self.subject.compiled))
             found = self._reaches_others(tape, row)
             if found is None:
                 return spent

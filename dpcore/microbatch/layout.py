@@ -22,8 +22,10 @@ from dpcore.microbatch.memory import ran_out
 from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
+from dpcore.tape import own_passes
+from dpcore.tape.batch_dims import IN_ROWS, BatchDims
 from dpcore.tape.derived import ThroughUse
-from dpcore.tape.tape import IN_ROWS, Tape
+from dpcore.tape.tape import Tape
 from dpcore.tree import flatten
 
 T = TypeVar("T")
@@ -185,40 +187,40 @@ class Layout:
                     "compile=False."
                 )
 
-    def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
+    def dim(self, key: tuple[Parameter, str], batch: BatchDims, x: Tensor, features: int) -> int:
         """Return the batch dimension of x, a tensor met by a parameter: 0, 1, IN_ROWS or -1 (none).
 
         While probing, it is found by its length.
         """
         if type(x) is Parameter and any(x is param for param in self.model.parameters()):
             return -1  # a frozen weight beside its trained bias, however many rows it has
-        known, size = self._dims.setdefault(key, set()), (tape.batch_size,)
-        if known == _FIRST and not self._probing and not tape.rows and x.shape[:1] == size != x.shape[1:2]:
+        known, size = self._dims.setdefault(key, set()), (batch.size,)
+        if known == _FIRST and not self._probing and not batch.rows and x.shape[:1] == size != x.shape[1:2]:
             return 0
-        fits = [IN_ROWS] if tape.in_rows(x) else []
+        fits = [IN_ROWS] if batch.in_rows(x) else []
         fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == size]
         if self._probing:
             found = fits[0] if fits else -1
             known.add(found if fits else x.shape)
             self._shapes.add((*key, found, _shape_beside(x, found)))
             return found
-        if not tape.batch_size and not known:  # the first batch of all is empty, of which no gradient is taken
+        if not batch.size and not known:  # the first batch of all is empty, of which no gradient is taken
             return fits[0] if fits else -1
         possible = [d for d in fits if d in known] + ([-1] if x.shape in known else [])
         seen = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes]
-        if len(fits) > 1 and not seen and tape.batch_size > 1:  # at that length, a way that it has not gone
-            raise NotLearnt(f"Parameter {tape.parameters[key[0]]}", key[:1])
+        if len(fits) > 1 and not seen and batch.size > 1:  # at that length, a way that it has not gone
+            raise NotLearnt(f"Parameter {batch.sources.name(key[0])}", key[:1])
         if len(possible) > 1:
             possible = seen or possible
-        if len(possible) > 1 and tape.batch_size > 1:  # all of one example's gradient is its own, wherever it is
+        if len(possible) > 1 and batch.size > 1:  # all of one example's gradient is its own, wherever it is
             raise NoRuleError(
-                f"{tape.name(key[:1])} is used on inputs that have the batch in different places, and shape "
-                f"{tuple(x.shape)} fits more than one of them for {tape.batch_size} examples; keep the batch first.",
+                f"{batch.sources.layer(key[:1])} is used on inputs that have the batch in different places, and shape "
+                f"{tuple(x.shape)} fits more than one of them for {batch.size} examples; keep the batch first.",
                 key[:1],
             )
         constant = not fits and any(isinstance(place, torch.Size) for place in known)  # of another length
         if not possible and not constant:
-            raise NotLearnt(f"Parameter {tape.parameters[key[0]]}", key[:1])
+            raise NotLearnt(f"Parameter {batch.sources.name(key[0])}", key[:1])
         return possible[0] if possible else -1
 
     def learn(
@@ -333,14 +335,14 @@ class Layout:
         outputs = self._outputs(tape, run, count)
         self._note(tape, names, count)
         params = [p for p in names if p.requires_grad]
-        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden), *tape.guards]
+        wanted: list[Any] = [*params, *(edge for edge, _ in tape.edges.forbidden), *tape.edges.guards]
         ones = [torch.ones_like(o) for o in outputs]
         grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=False):
+        for (_, refuse), grad in zip(tape.edges.forbidden, grads[len(params) :], strict=False):
             refuse(grad)
         raw = [p for p, g in zip(params, grads, strict=False) if g is not None]
         if raw:
-            tape.refuse_raw(raw[0])
+            own_passes.refuse_raw(tape, raw[0])
 
     def _outputs(self, tape: Tape, run: Callable[[int], Any], count: int) -> list[Tensor]:
         """The outputs with a gradient of a pass on ``tape``."""
@@ -368,8 +370,8 @@ class Layout:
     @staticmethod
     def _may_be_reached(tape: Tape, names: dict[Parameter, str], outputs: list[Tensor]) -> bool:
         """Return whether a path leads from the outputs to what no gradient may reach, or to a parameter itself."""
-        ends = {id(end) for end in (*names, *tape.guards)}
-        forbidden = {edge.node for edge, _ in tape.forbidden}
+        ends = {id(end) for end in (*names, *tape.edges.guards)}
+        forbidden = {edge.node for edge, _ in tape.edges.forbidden}
         seen = {output.grad_fn for output in outputs if output.grad_fn is not None}
         if any(id(output) in ends for output in outputs):
             return True

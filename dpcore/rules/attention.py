@@ -87,7 +87,7 @@ def _contraction(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     inputs = {w: x for w in (weight,) if tape.trains(w)}
     biases = tuple(b for b in (bias,) if tape.trains(b))
     params = (*inputs, *biases)
-    return ContractionUse(tape.name(params), inputs, biases, time_major=True) if params else None
+    return ContractionUse(tape.layer(params), inputs, biases, time_major=True) if params else None
 
 
 def _project(tape: Tape, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +105,7 @@ def _project(tape: Tape, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         weights = [call[name] for name in _SEPARATE]
         plain = [F.linear(x, tape.constant(w)) for x, w in zip((query, key, value), weights, strict=True)]
         outputs = [
-            tape.record(ContractionUse(tape.name((w,)), {w: x}, (), time_major=True), y) if tape.trains(w) else y
+            tape.record(ContractionUse(tape.layer((w,)), {w: x}, (), time_major=True), y) if tape.trains(w) else y
             for x, w, y in zip((query, key, value), weights, plain, strict=True)
         ]
         if bias is None:
@@ -114,7 +114,7 @@ def _project(tape: Tape, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         parts = [y + b for y, b in zip(outputs, tape.constant(bias).chunk(3), strict=True)]
         if not tape.trains(bias):
             return parts[0], parts[1], parts[2]
-        uses = [ContractionUse(tape.name((bias,)), {}, (bias,), time_major=True) for _ in parts]
+        uses = [ContractionUse(tape.layer((bias,)), {}, (bias,), time_major=True) for _ in parts]
     else:
         parts = [
             F.linear(x, w, b)
@@ -153,12 +153,14 @@ def _check_batch(tape: Tape, call: dict[str, Any], trained: Sequence[Parameter])
         x = call[name]
         if x.dim() == 3 and x.shape[1] != tape.batch_size == x.shape[0]:
             raise UnsupportedError(
-                f"{tape.name(trained)} got a {name} whose {tape.batch_size} examples lie where positions belong, so "
+                f"{tape.layer(trained)} got a {name} whose {tape.batch_size} examples lie where positions belong, so "
                 "examples attend to each other; set batch_first=True, or transpose the input."
             )
         if x.dim() != 3:
-            raise NoRuleError(f"{tape.name(trained)} got a {name} of shape {tuple(x.shape)}, without a batch.", trained)
-        tape.check_batch(x, trained, 1)
+            raise NoRuleError(
+                f"{tape.layer(trained)} got a {name} of shape {tuple(x.shape)}, without a batch.", trained
+            )
+        tape.batch.check(x, trained, 1)
 
 
 @handles(F.multi_head_attention_forward)
@@ -169,9 +171,9 @@ def _attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
     if not trained:
         return func(*args, **kwargs)
     if call["static_k"] is not None or call["static_v"] is not None:
-        raise NoRuleError(f"{tape.name(trained)} is an attention with static keys or values.", trained)
+        raise NoRuleError(f"{tape.layer(trained)} is an attention with static keys or values.", trained)
     if call["is_causal"] and call["attn_mask"] is None:
-        raise ValueError(f"{tape.name(trained)} was called with is_causal=True, which needs an attn_mask beside it.")
+        raise ValueError(f"{tape.layer(trained)} was called with is_causal=True, which needs an attn_mask beside it.")
     _check_batch(tape, call, trained)
     steps, batch, width = call["query"].shape
     heads = call["num_heads"]

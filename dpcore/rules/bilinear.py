@@ -88,10 +88,10 @@ def _bilinear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         params = [p for p in (trained_weight, trained_bias) if p is not None]
         if not params:
             return func(input1, input2, weight, bias)
-        batch_dim = tape.require_batch(input1, params)
-        tape.check_batch(input2, params, batch_dim)
+        batch_dim = tape.batch.required(input1, params)
+        tape.batch.check(input2, params, batch_dim)
         output = func(input1, input2, tape.constant(weight), tape.constant(bias))
         x1, x2 = (x.transpose(0, 1) if batch_dim else x for x in (input1, input2))
-        return tape.record(BilinearUse(tape.name(params), x1, x2, trained_weight, trained_bias), output, batch_dim)
+        return tape.record(BilinearUse(tape.layer(params), x1, x2, trained_weight, trained_bias), output, batch_dim)
 
     return call(*args, **kwargs)

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from dpcore.errors import NoRuleError, NotLearnt, UnsupportedError
 from dpcore.rules.linear import wide
 from dpcore.rules.normalization import bound_arguments
-from dpcore.tape.tape import IN_ROWS, Tape, batch_first
+from dpcore.tape.batch_dims import IN_ROWS
+from dpcore.tape.tape import Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
 
 
@@ -87,9 +88,9 @@ def broadcast(tape: Tape, tensor: Tensor, shape: Sequence[int], batch_dim: int) 
     """
     if tape.trains(tensor) and (0 if batch_dim == IN_ROWS else batch_dim) not in _repeated(tensor, shape):
         raise NoRuleError(
-            f"What is computed from {tape.parameters[tape.root(tensor)]} has shape {tuple(tensor.shape)} and is used "
+            f"What is computed from {tape.sources.name(tensor)} has shape {tuple(tensor.shape)} and is used "
             f"at shape {tuple(shape)}, not as the same for every example.",
-            (tape.root(tensor),),
+            (tape.sources.root(tensor),),
         )
     output = tape.constant(tensor).expand(*shape)
     return _record(tape, _use(tape, tensor), tensor, output, batch_dim) if tape.trains(tensor) else output
@@ -97,14 +98,14 @@ def broadcast(tape: Tape, tensor: Tensor, shape: Sequence[int], batch_dim: int) 
 
 def _use(tape: Tape, param: Parameter) -> Use:
     """The use of copies of ``param``, or of what a layer made of ids without a batch."""
-    derivation = tape.stands.get(param)
+    derivation = tape.sources.stands.get(param)
     return BroadcastUse(param) if derivation is None or derivation.added is None else derivation.added()
 
 
 def _batch_of(tape: Tape, x: Tensor, output: Tensor, param: Parameter, kind: str) -> int | None:
     """The dimension of an elementwise ``output`` that is the batch, along which ``param`` is repeated; None if none."""
     tape.rows.copy(x, output)
-    batch_dim = tape.batch_dim(output, (param,), 0, kind)
+    batch_dim = tape.batch.of(output, (param,), 0, kind)
     return batch_dim if (0 if batch_dim == IN_ROWS else batch_dim) in _repeated(param, output.shape) else None
 
 
@@ -143,7 +144,7 @@ def _in_place(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kind:
     batch_dim = _batch_of(tape, x, x, param, kind)
     if batch_dim is None:
         raise UnsupportedError(
-            f"{tape.parameters[tape.root(param)]} changes in place something whose batch is not its first dimension; "
+            f"{tape.sources.name(param)} changes in place something whose batch is not its first dimension; "
             "make that operation out-of-place."
         )
     return func(x, broadcast(tape, param, x.shape, batch_dim))
@@ -167,7 +168,7 @@ def _multiply(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     if batch_dim is None:
         return func(*args)
     rows = batch_first(x.expand(output.shape), batch_dim, tape.batch_size)
-    use = FactorUse(tape.name((param,)), rows, param, _summed(param, output.shape, batch_dim))
+    use = FactorUse(tape.layer((param,)), rows, param, _summed(param, output.shape, batch_dim))
     return tape.record(use, output, batch_dim)
 
 
@@ -213,12 +214,12 @@ def _expand(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
     place = candidates[0]
     if tape.probing:  # of as many copies as no other dimension has
-        tape.batch_dim(output, (tensor,), 0, "expansion")
+        tape.batch.of(output, (tensor,), 0, "expansion")
     elif len(candidates) > 1 and tape.batch_size > 1:
-        place = tape.batch_dim(output, (tensor,), 0, "expansion")
+        place = tape.batch.of(output, (tensor,), 0, "expansion")
     if place not in candidates:
         raise UnsupportedError(
-            f"{tape.parameters[tape.root(tensor)]} is expanded to shape {tuple(shape)}, where more than one dimension "
+            f"{tape.sources.name(tensor)} is expanded to shape {tuple(shape)}, where more than one dimension "
             f"could be the batch of {tape.batch_size} examples; expand it to the batch alone first, then further."
         )
     return _record(tape, BroadcastUse(tensor), tensor, output, place)
@@ -237,7 +238,7 @@ def _choose(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     result = torch.empty((), device=params[0].device).expand(shape)
     for other in others:
         tape.rows.copy(other, result)
-    batch_dim = tape.batch_dim(result, params[:1], 0, "choice")
+    batch_dim = tape.batch.of(result, params[:1], 0, "choice")
     if batch_dim < 0:
         return func(*args, **kwargs)
     return func(*(broadcast(tape, a, shape, batch_dim) if tape.trains(a) else a for a in args), **kwargs)
@@ -247,7 +248,7 @@ def _choose(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def _set_masked(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``x[mask] = parameter``, with a mask of the first dimensions of a batch, as a choice."""
     x, mask, value = args
-    by_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and tape.is_source(value)
+    by_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and value in tape.sources
     if not by_mask or value.dim() > x.dim() - mask.dim():
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     value = value if value.dtype == x.dtype else tape.call(Tensor.to, value, x.dtype)
@@ -263,7 +264,7 @@ def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     param, x = args if tape.trains(args[0]) else args[::-1]
     if not isinstance(x, Tensor) or x.dim() < 3 or param.dim() < 2 or param.dim() > x.dim():
         return func(*args, **kwargs)
-    batch_dim = tape.batch_dim(x, (param,), 2, "factors")
+    batch_dim = tape.batch.of(x, (param,), 2, "factors")
     place = 0 if batch_dim == IN_ROWS else batch_dim
     shape = (*torch.broadcast_shapes(x.shape[:-2], param.shape[:-2]), *param.shape[-2:])
     if batch_dim < 0 or place >= x.dim() - 2 or place not in _repeated(param, shape):
@@ -276,7 +277,7 @@ def _tile(tape: Tape, param: Parameter, output: Tensor) -> Tensor | None:
     """[n, ...] repeated to [B * n, ...]; None where it is not known for that."""
     by_copy = output.view(len(output) // len(param), *param.shape)
     try:
-        if tape.batch_dim(by_copy, (param,), 0, "copies") != 0:
+        if tape.batch.of(by_copy, (param,), 0, "copies") != 0:
             return None
     except NotLearnt:
         if tape.batch_size > 1:
@@ -302,8 +303,8 @@ def _attention_bias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...],
     call = bound_arguments(_signature, args, kwargs)
     query, key = call["query"], call["key"]
     shape = (*query.shape[:-1], key.shape[-2])
-    batch_dim = tape.batch_dim(query, (mask,), 2, "attention")
-    tape.check_batch(query, (mask,), max(batch_dim, 0))
+    batch_dim = tape.batch.of(query, (mask,), 2, "attention")
+    tape.batch.check(query, (mask,), max(batch_dim, 0))
     call["attn_mask"] = broadcast(tape, mask, shape, batch_dim)
     return func(**call)
 

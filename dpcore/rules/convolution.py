@@ -391,10 +391,10 @@ def _convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
         params = tuple(p for p in (weight, bias) if tape.trains(p))
         if not params:
             return func(input, weight, bias, stride, padding, dilation, groups)
-        tape.check_batch(input, params)
+        tape.batch.check(input, params)
         dims = weight.dim() - 2
         if input.dim() != weight.dim():
-            tape.check_batch(input[:0], params)
+            tape.batch.check(input[:0], params)
         stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
         if padding == "valid":
             padding = 0
@@ -411,7 +411,7 @@ def _convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
             input = input.contiguous().as_strided(input.shape, (h * w, 1, w, 1))
         output = func(input, tape.constant(weight), tape.constant(bias), stride, padding, dilation, groups)
         use = ConvolutionUse(
-            tape.name(params), input, weight, params, stride, padding, dilation, groups, tape.channels_last
+            tape.layer(params), input, weight, params, stride, padding, dilation, groups, tape.channels_last
         )
         return tape.record(use, output)
 

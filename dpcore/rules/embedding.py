@@ -353,7 +353,7 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
     ) -> Tensor:
         if not tape.trains(weight):
             return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        name = tape.name((weight,))
+        name = tape.layer((weight,))
         if max_norm is not None:
             raise UnsupportedError(
                 f"{name} has max_norm={max_norm}, which rescales the rows of the tokens in the batch without "
@@ -365,11 +365,11 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
                 f"{name} has scale_grad_by_freq=True, which makes one example's gradient depend on the others' tokens; "
                 "set it to False."
             )
-        batch_dim = tape.batch_dim(input, (weight,), 0)
+        batch_dim = tape.batch.of(input, (weight,), 0)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += len(weight)
         if batch_dim < 0:
-            if weight in tape.stands:
+            if weight in tape.sources.stands:
                 raise NoRuleError(f"{name} looks up a table that is itself computed from parameters.", (weight,))
 
             # The same ids for every example, as those of positions. The tape keeps this function, which must not keep

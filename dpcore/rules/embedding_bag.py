@@ -188,7 +188,7 @@ def _embedding_bag(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], 
     weight = call["weight"]
     if not tape.trains(weight):
         return func(*args, **kwargs)
-    name = tape.name((weight,))
+    name = tape.layer((weight,))
     if call["max_norm"] is not None:
         raise UnsupportedError(
             f"{name} has max_norm={call['max_norm']}, which rescales the rows of the tokens in the batch without noise "

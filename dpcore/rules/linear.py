@@ -24,7 +24,8 @@ from dpcore.rules import bfloat16
 from dpcore.rules.gram import bounded, gram_norm_sq
 from dpcore.rules.limits import Limits
 from dpcore.rules.products import linear, prefers_onednn, product, products
-from dpcore.tape.tape import HALF, IN_ROWS, Tape, batch_first
+from dpcore.tape.batch_dims import IN_ROWS
+from dpcore.tape.tape import HALF, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
 
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
@@ -337,18 +338,18 @@ def _recorded(
 ) -> Tensor:
     """X times ``weight`` [d, p], or [p, d] if it is ``turned``, with what of it and of the bias is trained."""
     params = (*weights, *biases)
-    batch_dim = tape.require_batch(x, params)
+    batch_dim = tape.batch.required(x, params)
     matrix = tape.constant(weight)
     output = linear(x, matrix.t() if turned else matrix, tape.constant(bias))
     rows = batch_dim == IN_ROWS
     inputs = dict.fromkeys(weights, batch_first(x, batch_dim, tape.batch_size) if rows else x)
-    use = ContractionUse(tape.name(params), inputs, biases, batch_dim == 1, turned)
+    use = ContractionUse(tape.layer(params), inputs, biases, batch_dim == 1, turned)
     return tape.record(use, output, batch_dim if rows else 0)
 
 
 def _by_turned(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """X @ W + bias for W [p, d] that is trained, or comes from what is trained."""
-    if not tape.trains(weight) or (bias is not None and tape.is_source(bias) and not tape.trains(bias)):
+    if not tape.trains(weight) or (bias is not None and bias in tape.sources and not tape.trains(bias)):
         return tape.call(F.linear, x, tape.call(Tensor.t, weight), bias)  # type: ignore[no-any-return]
     biases = (bias,) if tape.trains(bias) else ()
     return _recorded(tape, x, weight, bias, (weight,), biases, True)
@@ -360,9 +361,9 @@ def _matmul(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):
         return None
     left, right = args[::-1] if func is Tensor.__rmatmul__ else args
-    if tape.is_source(right) and right.dim() == 2 and left.dim() >= 2 and not tape.is_source(left):
+    if right in tape.sources and right.dim() == 2 and left.dim() >= 2 and left not in tape.sources:
         return _by_turned(tape, left, right, None)
-    if tape.is_source(left) and left.dim() == 2 and right.dim() >= 3 and not tape.is_source(right):
+    if left in tape.sources and left.dim() == 2 and right.dim() >= 3 and right not in tape.sources:
         return tape.call(F.linear, right.transpose(-1, -2), left).transpose(-1, -2)
     return None
 
@@ -399,7 +400,7 @@ def _terms(equation: str, dims: list[int]) -> tuple[str, str, str] | None:
 
 def _contracted(tape: Tape, operands: Sequence[Tensor], first: str, second: str, out: str) -> Tensor | None:
     """The product of a batch and a weight by :func:`F.linear`; None where it is none of the batch's last dimensions."""
-    sources = [tape.is_source(operand) for operand in operands]
+    sources = [operand in tape.sources for operand in operands]
     if sources == [True, False]:
         operands, first, second = operands[::-1], second, first
     elif sources != [False, True]:
@@ -459,7 +460,7 @@ def _addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     if len(args) != 3 or kwargs:
         return None
     bias, x, weight = args
-    sources = tape.is_source(bias) or not bias.requires_grad, tape.is_source(weight) or not weight.requires_grad
-    if bias.shape != weight.shape[-1:] or not all(sources) or tape.is_source(x):
+    sources = bias in tape.sources or not bias.requires_grad, weight in tape.sources or not weight.requires_grad
+    if bias.shape != weight.shape[-1:] or not all(sources) or x in tape.sources:
         return None
     return _by_turned(tape, x, weight, bias)

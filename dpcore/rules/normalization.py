@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from dpcore.errors import UnsupportedError
 from dpcore.rules.linear import wide
-from dpcore.tape.tape import IN_ROWS, Tape, batch_first
+from dpcore.tape.batch_dims import IN_ROWS
+from dpcore.tape.tape import Tape, batch_first
 from dpcore.tape.uses import FormedUse, Saved, Use, handles
 
 
@@ -168,9 +169,9 @@ def _normed(
     trained_weight: Parameter | None = weight if tape.trains(weight) else None
     trained_bias: Parameter | None = bias if tape.trains(bias) else None
     use = NormUse("", trained_weight, trained_bias)
-    use.name = tape.name(use.params)
-    batch_dim = tape.require_batch(x, use.params, len(kept)) if time_first else 0
-    tape.check_batch(x, use.params, batch_dim)
+    use.name = tape.layer(use.params)
+    batch_dim = tape.batch.required(x, use.params, len(kept)) if time_first else 0
+    tape.batch.check(x, use.params, batch_dim)
     if torch.is_autocast_enabled(x.device.type):
         x = wide(x)
         weight, bias = (None if t is None else wide(tape.constant(t)) for t in (weight, bias))
@@ -185,7 +186,7 @@ def _normed(
         use.take(lambda: norm.normalised(x), g, summed, scale)
 
     place = tape.place(use, take)
-    return _Normed.apply(x, tape.anchor, norm, tape.constant(weight), tape.constant(bias), place)
+    return _Normed.apply(x, tape.edges.anchor, norm, tape.constant(weight), tape.constant(bias), place)
 
 
 def _is_constant(tape: Tape, *tensors: Tensor | None) -> bool:
@@ -199,8 +200,8 @@ def _affine(
     trained_weight: Parameter | None = weight if tape.trains(weight) else None
     trained_bias: Parameter | None = bias if tape.trains(bias) else None
     params = [p for p in (trained_weight, trained_bias) if p is not None]
-    batch_dim = tape.require_batch(x, params, len(kept)) if time_first else 0
-    tape.check_batch(x, params, batch_dim)
+    batch_dim = tape.batch.required(x, params, len(kept)) if time_first else 0
+    tape.batch.check(x, params, batch_dim)
     trailing = x.dim() - 1 - kept[-1]
     output = x
     if weight is not None:
@@ -210,7 +211,7 @@ def _affine(
     if batch_dim == IN_ROWS:
         kept = tuple(d + 1 for d in kept)
     x = batch_first(x, batch_dim, tape.batch_size)
-    return tape.record(AffineUse(tape.name(params), x, trained_weight, trained_bias, kept), output, batch_dim)
+    return tape.record(AffineUse(tape.layer(params), x, trained_weight, trained_bias, kept), output, batch_dim)
 
 
 @functools.cache

@@ -92,7 +92,7 @@ class _Direction:
         trained_biases = tuple(b for b in biases if self.tape.trains(b))
         params = (*trained, *trained_biases)
         if params:
-            use = ContractionUse(self.tape.name(params), trained, trained_biases, time_major=True)
+            use = ContractionUse(self.tape.layer(params), trained, trained_biases, time_major=True)
             use.sequential = True
             self.tape.uses.append(use)
             # Nothing of ``self`` in here: it holds the tape, which holds this, and such a circle would keep the whole
@@ -183,11 +183,11 @@ def _check_batch(tape: Tape, x: Tensor, weights: Sequence[Parameter], batch_firs
     batch_dim = 0 if batch_first else 1
     if x.shape[batch_dim] != tape.batch_size == x.shape[1 - batch_dim]:
         raise UnsupportedError(
-            f"{tape.name(weights)} got an input of shape {tuple(x.shape)} with batch_first={batch_first}, so it runs "
+            f"{tape.layer(weights)} got an input of shape {tuple(x.shape)} with batch_first={batch_first}, so it runs "
             f"through the {tape.batch_size} examples as through time steps and every example reaches the outputs of "
             f"others; set batch_first={not batch_first}, or transpose the input."
         )
-    tape.check_batch(x, weights, batch_dim)
+    tape.batch.check(x, weights, batch_dim)
 
 
 @handles(_LSTM, _GRU, _TANH, _RELU)
@@ -228,10 +228,10 @@ def _packed(
 ) -> Any:
     if tape.packed is None or tape.packed.data is not data:
         raise UnsupportedError(
-            f"The weights {tape.name(weights)} are applied to packed sequences by a functional call, not told "
+            f"The weights {tape.layer(weights)} are applied to packed sequences by a functional call, not told "
             "which sequence is which example; call nn.LSTM, nn.GRU or nn.RNN with the PackedSequence."
         )
-    tape.check_batch(data.new_empty((int(sizes[0]), 0)), weights)
+    tape.batch.check(data.new_empty((int(sizes[0]), 0)), weights)
     packing = _Packing(sizes, data.device)
     x, *last = _layers(
         tape, func, packing.pad(data), state, weights, layers, dropout if training else 0.0, bidirectional, packing

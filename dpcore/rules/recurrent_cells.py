@@ -23,8 +23,8 @@ def _linear(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     params = (*inputs, *biases)
     if not params:
         return output
-    tape.check_batch(x, params)
-    return tape.record(ContractionUse(tape.name(params), inputs, biases), output)
+    tape.batch.check(x, params)
+    return tape.record(ContractionUse(tape.layer(params), inputs, biases), output)
 
 
 @handles(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)

@@ -153,9 +153,9 @@ class _RecordedCall:
         tape, size = self.tape, self.tape.batch_size
         use = self._use(target, prefix)
         results, spec = flatten(output)
-        released, places = self.part.release(results, tape.anchor, tape.probing)
+        released, places = self.part.release(results, tape.edges.anchor, tape.probing)
         if tape.scale is None:
-            tape.guards += self.part.guarded
+            tape.edges.guards += self.part.guarded
         for k, place in places.items():
             result = released[k]
             if not result.dim() or len(result) != size:

@@ -41,13 +41,10 @@ def _given(generator: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, 
 class Recording(Protocol):
     """The part of a tape that this module needs."""
 
+    drops_activations: bool
     dropped: list[tuple[Tensor, int]] | None
+    lookups: Any
     rows: Any
-
-    @property
-    def may_drop_activations(self) -> bool:
-        """Return whether a function that is about to run may be run again later."""
-        ...
 
     def again(self) -> Any:
         """Return a tape for the second run of a function."""
@@ -145,7 +142,9 @@ def _generator(original: Any, function: Any, *args: Any, **kwargs: Any) -> Itera
     tape = CHECKPOINTING.tape
     if tape is None:
         yield from original(function, *args, **kwargs)
-    elif tape.may_drop_activations:
+    elif tape.drops_activations and tape.dropped is None and not tape.lookups:
+        # Of functions within functions only the outer one is run again; and what stands for vectors that were not
+        # looked up yet would be vectors in the second run.
         leaves = tree_flatten(_given(original, function, args, kwargs))[0]
         again = _Again(tape, function, [tape.rows.of(leaf) for leaf in leaves])
         with _dropping(tape):

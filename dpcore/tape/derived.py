@@ -8,6 +8,7 @@ stand-in for it, as if it were a parameter; what the rule finds for each example
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.errors import NoRuleError, NotLearnt, UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm
 from dpcore.tape.uses import Use
 
@@ -216,3 +217,31 @@ class ThroughUse(Use):
 
     def stash_bytes(self) -> int:
         return self.use.stash_bytes()
+
+
+class Uses(list[Use]):
+    """The uses of a pass, ``counts`` of them by parameter; those of stand-ins become uses of the parameters behind
+    them. ``unmet``: names of parameters that no look at the model has met.
+    """
+
+    def __init__(self, stands: dict[Parameter, Derivation]) -> None:
+        super().__init__()
+        self._stands = stands
+        self.counts: Counter[Parameter] = Counter()
+        self.unmet: Mapping[Parameter, str] = {}
+
+    def append(self, use: Use) -> None:
+        through = bool(self._stands) and any(p in self._stands for p in use.params)
+        use = ThroughUse(use, self._stands) if through else use
+        if self.unmet:
+            self.meet(use.params)
+        super().append(use)
+        for param in use.params:
+            self.counts[param] += 1
+
+    def meet(self, params: Sequence[Parameter]) -> None:
+        """Note parameters at work; NotLearnt where a look at the model has to come first."""
+        for param in params:
+            if param in self.unmet:
+                raise NotLearnt(f"Parameter {self.unmet[param]}", (param,))
+            self.counts.setdefault(param, 0)

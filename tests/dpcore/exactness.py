@@ -35,7 +35,7 @@ from dpcore import Engine, native, reference
 from dpcore.numerics.rounding import squares
 from dpcore.reference import Gradients
 from dpcore.rules import products
-from dpcore.tape.tape import Use
+from dpcore.tape.uses import Use
 from tests.dpcore.comparison import relative_error
 
 EXAMPLES = 4
