@@ -38,7 +38,7 @@ class Size:
 # faults and cheats that they reject. The room of Opacus' names is counted apart.
 LIMITS = {
     "harness": Size(lines=36_727, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_292, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_027, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
     "tests": Size(lines=51_147, long_classes=0, long_files=16),

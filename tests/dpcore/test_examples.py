@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*.py") if path.stem != "private_lora")
 """Those that need nothing but torch; test_models.py runs the other one."""
-EXAMPLES = ("imdb_lstm", "transformer_lora", "accuracy_beside_opacus")
+EXAMPLES = ("dpcore.examples.imdb_lstm", "dpcore.examples.transformer_lora", "proofs.opacus.accuracy")
 
 
 def run(*arguments: str) -> str:
@@ -36,9 +36,9 @@ for cell in re.split(r"(?m)^(?=# %%)", open(script).read()):
 CHANCE = {"mnist_cnn": 0.1, "cifar10_cnn": 0.1, "imdb_embedding": 0.5, "imdb_lstm": 0.5}
 
 
-SHORTER = {"transformer_lora": ("--epochs", "1", "--pretraining-steps", "5")}
+SHORTER = {"dpcore.examples.transformer_lora": ("--epochs", "1", "--pretraining-steps", "5")}
 """Options of those that otherwise train for half a minute."""
-LONG = {"mnist_cnn", "cifar10_cnn", "imdb_lstm", "accuracy_beside_opacus"}
+LONG = {"mnist_cnn", "cifar10_cnn", "imdb_lstm", "dpcore.examples.imdb_lstm", "proofs.opacus.accuracy"}
 """A quarter of a minute or more each; the others are made alike."""
 
 
@@ -60,7 +60,7 @@ def test_a_tutorial_is_a_script_with_options() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in EXAMPLES])
 def test_an_example_runs(name: str) -> None:
-    output = run("-m", f"dpcore.examples.{name}", "--smoke", "--seed", "1", *SHORTER.get(name, ()))
+    output = run("-m", name, "--smoke", "--seed", "1", *SHORTER.get(name, ()))
     assert "synthetic data" in output
     assert re.search(r"epsilon \d", output) and re.search(r"accuracy 0\.\d+|accuracy 1\.0", output)
 
@@ -89,10 +89,10 @@ def test_the_cases_beside_opacus_come_out_as_the_page_says() -> None:
     """Both libraries' outcomes, by kind: right, WRONG, an error's name, or other words."""
     pytest.importorskip("opacus")
     page = (ROOT / "docs" / "side_by_side.md").read_text()
-    output = run("-m", "dpcore.examples.opacus_side_by_side")
+    output = run("-m", "proofs.opacus.side_by_side")
     expected, now = _outcomes(page), _outcomes(output)
     assert len(now) >= 25
-    assert now == expected, "write the page anew: python -m dpcore.examples.opacus_side_by_side --write FILE"
+    assert now == expected, "write the page anew: python -m proofs.opacus.side_by_side --write FILE"
     assert not [title for title, (_, ours) in now.items() if ours == "WRONG"]
     assert sum(theirs == "WRONG" for theirs, _ in now.values()) >= 5
 

@@ -1,7 +1,7 @@
 """The traps of the most-used library and dpcore, side by side: every case is run with both, and both outcomes shown.
 
-    python -m dpcore.examples.opacus_side_by_side                 # a table on the screen (needs opacus installed)
-    python -m dpcore.examples.opacus_side_by_side --write FILE.md
+    python -m proofs.opacus.side_by_side                 # a table on the screen (needs opacus installed)
+    python -m proofs.opacus.side_by_side --write FILE.md
 
 A gradient case trains one step without noise, at learning rate 1 and clipping norm 0.5, and compares the update with a
 loop over single examples in float64. "right" means a relative L2 error below 1e-4.
@@ -533,7 +533,7 @@ def markdown(rows: list[tuple[str, str, str, str]]) -> str:
     lines = [
         "# Opacus and dpcore side by side",
         "",
-        f"Written by `dpcore/examples/opacus_side_by_side.py`, which runs every case with both libraries: Opacus "
+        f"Written by `proofs/opacus/side_by_side.py`, which runs every case with both libraries: Opacus "
         f"{Library('opacus').version},",
         f"torch {torch.__version__.partition('+')[0]}. A gradient case is one step without noise at clipping",
         'norm 0.5, compared with a float64 loop over single examples; "right" is a relative L2 error below 1e-4.',

@@ -1,7 +1,7 @@
 """Accuracy at equal epsilon: the same private training by dpcore and by Opacus, seed by seed.
 
-    python -m dpcore.examples.accuracy_beside_opacus --data FOLDER [--write FILE.json]
-    python -m dpcore.examples.accuracy_beside_opacus --smoke
+    python -m proofs.opacus.accuracy --data FOLDER [--write FILE.json]
+    python -m proofs.opacus.accuracy --smoke
 
 Both get the same network, starting weights (by seed), learning rate, noise multiplier, clipping norm, sample rate and
 number of steps; noise and Poisson batches are each library's own. The difference is paired by seed: its mean and the

@@ -1,0 +1,1 @@
+"""dpcore beside Opacus: traps that either falls into, and accuracy at equal settings."""
