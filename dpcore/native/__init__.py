@@ -354,6 +354,28 @@ def cross_entropy_grad(z: Tensor, labels: Tensor, grad: Tensor, shifts: Tensor, 
     return None if changed else out
 
 
+def max_pool(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The largest of every window of x [.., H, W], and what the gradient needs, both [.., *size].
+
+    ``window``: the kernel's height and width (at most 255 numbers), strides, paddings.
+    """
+    out = x.new_empty((*x.shape[:-2], *size))
+    codes = torch.empty(out.shape, dtype=torch.uint8)
+    _call("dpcore_max_pool_forward", (x, out, codes), *_planes(x, window, size))
+    return out, codes
+
+
+def max_pool_grad(grad: Tensor, codes: Tensor, shape: Sequence[int], window: Sequence[int]) -> Tensor:
+    """The gradient at x of ``shape`` for one at what :func:`max_pool` gave."""
+    found = grad.new_zeros(shape)
+    _call("dpcore_max_pool_backward", (grad.contiguous(), codes, found), *_planes(found, window, grad.shape[-2:]))
+    return found
+
+
+def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[tuple[int, ...]]:
+    return ((*x.shape[-2:], *size, *window, x.shape[:-2].numel(), torch.get_num_threads()),)
+
+
 def add_normals(target: Tensor, std: float, words: bytes) -> None:
     """Add std * normals to ``target``: those, to rounding, that torch draws into a tensor of this length.
 

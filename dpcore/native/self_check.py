@@ -56,6 +56,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _cross_entropy(call, randn)
     yield from _parts(call, randn)
     yield from _products(call, randn)
+    yield from _max_pool(call, randn)
 
 
 def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -254,3 +255,17 @@ def _products(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]
     for out, summed, t, factor in zip(outs, sums, true, factors, strict=True):
         yield "form_products", out, t
         yield "add_products", summed, 1.0 + factor * t
+
+
+def _max_pool(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for stride in (1, 2):
+        x, size = randn(2, 3, 21, 37), (21, 37) if stride == 1 else (11, 19)
+        out, codes = torch.empty(2, 3, *size), torch.empty((2, 3, *size), dtype=torch.uint8)
+        grad, found = randn(*out.shape), torch.zeros(x.shape)
+        sizes = (21, 37, *size, 3, 3, stride, stride, 1, 1, 6, 1)
+        call("dpcore_max_pool_forward", (x, out, codes), *sizes)
+        call("dpcore_max_pool_backward", (grad, codes, found), *sizes)
+        window = [3, 3], [stride, stride], [1, 1], [1, 1], False
+        true, places = torch.ops.aten.max_pool2d_with_indices(x, *window)
+        yield "max_pool", out, true
+        yield "max_pool_grad", found, torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *window, places)

@@ -70,7 +70,7 @@ def _gradient(z: Tensor, labels: Tensor, grad: Tensor, ignored: int) -> Tensor:
     return grad.view(places) * (z.softmax(-1) - hit).masked_fill(without, 0.0)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Return whether operations are traced, handed to a mode of the dispatcher, or differentiated forward: no kernel is
     seen there.
     """
@@ -94,7 +94,7 @@ def _by_kernel(input: Tensor, target: Tensor, reduction: str, ignored: int) -> T
         or input.dim() not in (2, 3)
         or target.shape != input.shape[:1] + input.shape[2:]
         or reduction not in REDUCTIONS
-        or _is_watched()
+        or is_watched()
         or not native.serves(input)
     ):
         return None

@@ -1,7 +1,8 @@
-"""Max-pooling inside of compiled graphs: torch's own kernels.
+"""Max-pooling: by a kernel where planes are dense on a CPU, and inside of compiled graphs by torch's own.
 
-What the compiler makes of their indices is a scalar loop, several times slower where channels lie next to each other.
-No parameter is involved.
+No parameter is involved, but torch takes some 13 ns for an output of dense planes, which is half of the step of a small
+convolutional network. What the compiler makes of torch's indices is a scalar loop, several times slower where channels
+lie next to each other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpcore import native
+from dpcore.rules.cross_entropy import is_watched
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import handles
 
@@ -58,8 +61,51 @@ class _MaxPool2d(torch.autograd.Function):
         return torch.ops.dpcore.max_pool2d_backward(grad, x, *ctx.window, indices), *[None] * len(ctx.window)
 
 
+class _ByKernel(torch.autograd.Function):
+    """(x [B, C, H, W], window, size of the outputs) -> [B, C, *size]; of x only the shape is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+        out, codes = native.max_pool(x, window, size)
+        ctx.save_for_backward(codes)
+        ctx.shape, ctx.window = x.shape, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (codes,) = ctx.saved_tensors
+        # Gradients that get gradients (create_graph=True), and many at once (is_grads_batched), are torch's.
+        if torch.is_grad_enabled() or not torch._C._has_storage(grad) or not native.serves(grad):
+            places = _places(codes, ctx.shape, ctx.window).flatten(2)
+            found = grad.new_zeros((*ctx.shape[:2], ctx.shape[2:].numel())).scatter_add(-1, places, grad.flatten(2))
+            return found.unflatten(-1, ctx.shape[2:]), None, None
+        return native.max_pool_grad(grad, codes, ctx.shape, ctx.window), None, None
+
+
+def _places(codes: Tensor, shape: torch.Size, window: tuple[int, ...]) -> Tensor:
+    """Where in its plane every largest number lies: torch's indices."""
+    (rows, columns), (_, width, *strides), paddings = codes.shape[-2:], window[:4], window[4:]
+    row = torch.arange(rows)[:, None] * strides[0] - paddings[0] + codes.long() // width
+    return row * shape[-1] + torch.arange(columns) * strides[1] - paddings[1] + codes.long() % width
+
+
+WORTH_A_KERNEL = 2**14
+"""Numbers; below, torch takes less time than a function of one's own costs."""
+
+
 def _pair(value: Any) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value) * (2 if len(value) == 1 else 1)
+
+
+def _is_for_kernel(x: Tensor) -> bool:
+    return (
+        x.numel() >= WORTH_A_KERNEL
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and x.is_contiguous()
+        and not is_watched()
+        and native.serves(x)
+    )
 
 
 @handles(torch.max_pool2d, F.max_pool2d)
@@ -74,10 +120,15 @@ def _max_pool2d(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         return_indices: bool = False,
     ) -> Any:
         traced = type(input) is not Tensor and input.device.type == "cpu"
-        if not traced or return_indices or input.dim() != 4:
+        if return_indices or input.dim() != 4 or not (traced or _is_for_kernel(input)):
             return func(*args, **kwargs)
         kernel = _pair(kernel_size)
         window = (kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation), ceil_mode)
-        return _MaxPool2d.apply(input, *window)
+        if traced:
+            return _MaxPool2d.apply(input, *window)
+        out = torch.ops.aten.max_pool2d_with_indices(input.detach().to("meta"), *window)[0]  # refuses what torch does
+        if window[3] != [1, 1] or kernel[0] * kernel[1] > 255 or not out.numel():
+            return func(*args, **kwargs)
+        return _ByKernel.apply(input, (*kernel, *window[1], *window[2]), tuple(out.shape[-2:]))
 
     return call(*args, **kwargs)
