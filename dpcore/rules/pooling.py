@@ -65,7 +65,7 @@ class _ByKernel(torch.autograd.Function):
     """(x [B, C, H, W], window, size of the outputs) -> [B, C, *size]; of x only the shape is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, window: tuple[int, ...], size: list[int]) -> Tensor:
         out, codes = native.max_pool(x, window, size)
         ctx.save_for_backward(codes)
         ctx.shape, ctx.window = x.shape, window
@@ -87,6 +87,15 @@ def _places(codes: Tensor, shape: torch.Size, window: tuple[int, ...]) -> Tensor
     (rows, columns), (_, width, *strides), paddings = codes.shape[-2:], window[:4], window[4:]
     row = torch.arange(rows)[:, None] * strides[0] - paddings[0] + codes.long() // width
     return row * shape[-1] + torch.arange(columns) * strides[1] - paddings[1] + codes.long() % width
+
+
+def _outputs(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """How many windows there are in one direction; 0 for what is torch's to compute, or to refuse."""
+    rest = length + 2 * padding - kernel
+    if dilation != 1 or min(kernel, stride) < 1 or not 0 <= 2 * padding <= kernel or rest < 0:
+        return 0
+    count = (-(-rest // stride) if ceil_mode else rest // stride) + 1
+    return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
 
 
 WORTH_A_KERNEL = 2**14
@@ -126,9 +135,9 @@ def _max_pool2d(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         window = (kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation), ceil_mode)
         if traced:
             return _MaxPool2d.apply(input, *window)
-        out = torch.ops.aten.max_pool2d_with_indices(input.detach().to("meta"), *window)[0]  # refuses what torch does
-        if window[3] != [1, 1] or kernel[0] * kernel[1] > 255 or not out.numel():
+        size = [_outputs(*places, ceil_mode) for places in zip(input.shape[2:], *window[:4], strict=True)]
+        if 0 in size or kernel[0] * kernel[1] > 255:
             return func(*args, **kwargs)
-        return _ByKernel.apply(input, (*kernel, *window[1], *window[2]), tuple(out.shape[-2:]))
+        return _ByKernel.apply(input, (*kernel, *window[1], *window[2]), size)
 
     return call(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dpcore import Engine, native, reference
 from dpcore.rules import pooling
-from dpcore.rules.pooling import _ByKernel, _places
+from dpcore.rules.pooling import _ByKernel, _outputs, _places
 from tests.dpcore.comparison import relative_error
 from tests.dpcore.test_native import pytestmark  # noqa: F401
 
@@ -43,7 +43,9 @@ def test_the_kernel_is_torchs(sides, kernel, stride, padding, ceil_mode, special
     try:
         expected, places = F.max_pool2d(x, kernel, stride, padding, 1, ceil_mode, True)
         window = (*kernel, *stride, *padding)
-        found = _ByKernel.apply(x, window, tuple(expected.shape[-2:]))
+        size = [_outputs(*of, 1, ceil_mode) for of in zip(sides, kernel, stride, padding, strict=True)]
+        assert size == [*expected.shape[-2:]]
+        found = _ByKernel.apply(x, window, size)
         grad = torch.randn(expected.shape)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(
