@@ -42,7 +42,7 @@ LIMITS = {
     "dpcore": Size(lines=28_124, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=51_236, long_classes=0, long_files=16),
+    "tests": Size(lines=51_237, long_classes=0, long_files=16),
 }
 
 
