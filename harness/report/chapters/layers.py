@@ -113,12 +113,7 @@ def _of_section(
         ),
         when=when,
     )
-    yield Chapter(
-        "Layers: where the memory is",
-        section,
-        (*_breakdown(main), *_parts(main, pairs)),
-        when=when,
-    )
+    yield Chapter("Layers: where the memory is", section, (*_breakdown(main), *_parts(main, pairs)), when=when)
     predicted = section.of(found["predictions"])
     if len(predicted):
         yield Chapter(

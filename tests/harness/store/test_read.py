@@ -122,3 +122,15 @@ def test_a_run_at_work_is_not_packed(tmp_path):
     with cache.locked(tmp_path / ".lock"), pytest.raises(BadInput, match="at work"):
         store.pack(tmp_path, tmp_path / "packed.jsonl")
     assert not (tmp_path / "packed.jsonl").exists()
+
+
+def test_some_contestants_and_tasks_are_chosen_by_name():
+    run = factory.quick_run(rounds=1)
+    some = read.chosen(run, ("opacus", "jax-vmap"), ("mnist-cnn",))
+    assert {r.cell.contestant for r in some} == {"opacus-hooks", "opacus-ghost", "jax-vmap"}
+    assert {r.cell.task for r in some} == {"mnist-cnn"}
+    assert read.chosen(run) == list(run)
+    with pytest.raises(BadInput, match=r"'opacu' \(did you mean opacus"):
+        read.chosen(run, ("opacu",))
+    with pytest.raises(BadInput, match="--tasks names 'recsys'"):
+        read.chosen(run, None, ("recsys",))
