@@ -108,7 +108,12 @@ def _files(place: Path) -> Iterator[Path]:
     if place.is_file():
         yield place
         return
-    for folder, folders, names in os.walk(place):
+    seen = set()
+    for folder, folders, names in os.walk(place, followlinks=True):
+        if (here := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(here)
         in_run = PLAN in names
         if SITE in names or (in_run and _is_comparison(Path(folder, PLAN))):
             folders.clear()

@@ -443,7 +443,7 @@ def texts(path: Path) -> list[tuple[str, str]]:
     """Return what :func:`read` parses: each record's text, and where it stands. Raises as it does."""
     try:
         content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except FileNotFoundError:
         raise
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -160,8 +160,7 @@ def side_by_side(tables: Tables) -> list[Grid]:
     """Return the same ratios of several sections in one table, a column each; of tasks that two sections measured."""
     grids = []
     for task, synthetic, group in blocks(tables.ratios):
-        here = [(section, section.of(group)) for section in model.sections(tables)]
-        columns = [(section, frame) for section, frame in here if len(frame)]
+        columns = [(section, here) for section in model.sections(tables) if len(here := section.of(group))]
         if len(columns) < 2:
             continue
         cells = [{(r.contestant, r.batch_size): _ratio_cell(r, r.n) for r in rows_of(frame)} for _, frame in columns]
