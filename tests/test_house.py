@@ -36,13 +36,14 @@ class Size:
 # for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache, and harness by 485
 # and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
 # faults and cheats that they reject; tests by 90 for max-pooling's kernel. dpcore was lowered when its three longest
-# classes were cut and what compares it with Opacus became a proof. The room of Opacus' names is counted apart.
+# classes were cut and what compares it with Opacus became a proof. Frameworks by 127 for
+# jaxdpopt, tests by 271 for what people ask for and how verbs start. The room of Opacus' names is counted apart.
 LIMITS = {
-    "harness": Size(lines=36_727, long_classes=3, long_files=9),
+    "harness": Size(lines=36_727, long_classes=3, long_files=8),
     "dpcore": Size(lines=28_124, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
-    "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=51_237, long_classes=0, long_files=16),
+    "frameworks": Size(lines=5_953, long_classes=0, long_files=0),
+    "tests": Size(lines=51_508, long_classes=0, long_files=16),
 }
 
 

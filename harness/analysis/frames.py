@@ -365,14 +365,10 @@ def _median(values: Sequence[float]) -> dict[str, Any]:
     return {"median": m.median, "low": m.low, "high": m.high, "n": m.n, "coverage": m.coverage}
 
 
-def _medians(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+def _medians(frame: pd.DataFrame, column: str, keys: Sequence[str] = CELL) -> pd.DataFrame:
     frame = frame[frame[column].notna()]
-    return pd.DataFrame(
-        [
-            dict(zip(CELL, place, strict=True)) | _median(group[column].tolist())
-            for place, group in frame.groupby(CELL, sort=False)
-        ]
-    )
+    groups = frame.groupby(list(keys), sort=False)[column]
+    return pd.DataFrame([dict(zip(keys, place, strict=True)) | _median(g.tolist()) for place, g in groups])
 
 
 def baseline(raw: pd.DataFrame, rows: Mapping[str, str]) -> str | None:
@@ -591,15 +587,7 @@ def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
         for i, place in zip(here.index, here[CELL].to_dict("records"), strict=True)
         for metric, value in records[i].memory.items()
     ]
-    if not rows:
-        return pd.DataFrame()
-    frame = pd.DataFrame(rows)
-    return pd.DataFrame(
-        [
-            dict(zip([*CELL, "metric"], place, strict=True)) | _median(group.bytes.tolist())
-            for place, group in frame.groupby([*CELL, "metric"], sort=False)
-        ]
-    )
+    return _medians(pd.DataFrame(rows), "bytes", [*CELL, "metric"]) if rows else pd.DataFrame()
 
 
 def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
@@ -650,15 +638,7 @@ def accuracy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
         for i, place in zip(here.index, here[CELL].to_dict("records"), strict=True)
         if (a := records[i].accuracy) is not None
     ]
-    if not rows:
-        return pd.DataFrame()
-    keys = [*CELL, "after_steps"]
-    return pd.DataFrame(
-        [
-            dict(zip(keys, place, strict=True)) | _median(group.test.tolist())
-            for place, group in pd.DataFrame(rows).groupby(keys, sort=False)
-        ]
-    )
+    return _medians(pd.DataFrame(rows), "test", [*CELL, "after_steps"]) if rows else pd.DataFrame()
 
 
 def coverage(all_cells: pd.DataFrame, order: Sequence[str]) -> pd.DataFrame:

@@ -270,30 +270,13 @@ def _container_images() -> Finding:
     text = f"base {base[7:19] if base else 'none'}, {len(made)} images ({size:.1f} GiB with what they share)"
     left = engine.orphans(on)
     text += f", {len(left)} leftovers of killed runs" if left else ""
-    return Finding(
-        "container images", "warning" if left else "ok", text, "made by the first run", "dpbench image sweep"
-    )
+    state = "warning" if left else "ok"
+    return Finding("container images", state, text, "made by the first run", "dpbench image sweep")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    _clock,
-    _sleeps,
-    _bytes,
-    _overhead,
-    _noise_floor,
-    _foreign,
-    _quota,
-    _variables,
-    _python,
-    _memory,
-    _disk,
-    _data,
-    _environments,
-    _gpu,
-    _engine,
-    _container_limits,
-    _container_gpu,
-    _container_images,
+    *(_clock, _sleeps, _bytes, _overhead, _noise_floor, _foreign, _quota, _variables, _python, _memory, _disk, _data),
+    *(_environments, _gpu, _engine, _container_limits, _container_gpu, _container_images),
 )
 
 

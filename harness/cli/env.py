@@ -73,6 +73,9 @@ def env_make(
 def env_rm(
     names: Annotated[list[str] | None, typer.Argument(help="Frameworks.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All environments.")] = False,
+    unused: Annotated[
+        bool, typer.Option("--unused", help="Those of no framework as it is: other pins, other sides of a comparison.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Remove environments; the next run builds them anew."""
@@ -80,12 +83,12 @@ def env_rm(
     from harness.environments import venv
     from harness.plan import registry
 
-    if not names and not everything:
-        raise BadInput("env rm was given no framework: name one, or say --all.")
-    locks = None if everything else {c.framework.lock_hash for c in registry.select(names)}
+    if bool(names) + everything + unused != 1:
+        raise BadInput("env rm takes either frameworks, or --unused, or --all.")
+    locks = {c.framework.lock_hash for c in registry.select(["all"] if unused else names)}
     rows = []
     for environment in venv.existing():
-        if locks is None or environment.lock_hash in locks:
+        if everything or (environment.lock_hash in locks) != unused:
             venv.remove(environment)
             rows.append({"lock": environment.lock_hash, "removed": str(environment.folder)})
     listing.table("Removed environments", rows, as_json)

@@ -169,24 +169,13 @@ def table_rows(judged: Sequence[Judged], sampler: Sequence[GateCheck], every_che
         else:
             key = (one.contestant.name, one.word, one.verdict.reason or "")
             if key not in without:
-                rows.append(_row_without_checks(one))
+                nothing = GateCheck(check="-", error=None, limit=None, passed=False)
+                rows.append(_row(one.contestant.name, one.task, nothing, key[-1]) | {"verdict": one.word})
             without.setdefault(key, []).append(one.task)
     for row in rows:
         tasks = without.get((row["adapter"], row["verdict"], row["detail"]), [])
         row["task"] = ", ".join(tasks) or row["task"]
     return rows
-
-
-def _row_without_checks(one: Judged) -> dict[str, Any]:
-    return {
-        "adapter": one.contestant.name,
-        "task": one.task,
-        "check": "-",
-        "error": None,
-        "limit": None,
-        "verdict": one.word,
-        "detail": one.verdict.reason or "",
-    }
 
 
 def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
@@ -261,12 +250,6 @@ def _print(rows: list[dict[str, Any]], console: Any) -> None:
     for row in rows:
         numbers = ["-" if row[k] is None else f"{row[k]:.2e}" for k in ("error", "limit")]
         colour = {"passed": "green", "rejected": "red"}.get(row["verdict"], "yellow")
-        view.add_row(
-            row["adapter"],
-            row["task"].replace(", ", "\n"),
-            Text(row["check"]),
-            *numbers,
-            Text(row["verdict"], style=colour),
-            Text(row["detail"]),
-        )
+        verdict, task = Text(row["verdict"], style=colour), row["task"].replace(", ", "\n")
+        view.add_row(row["adapter"], task, Text(row["check"]), *numbers, verdict, Text(row["detail"]))
     console.print(view)

@@ -197,6 +197,7 @@ _mount()
 def main() -> None:
     """Console script: bad input is one sentence on standard error and exit code 2."""
     try:
+        standard_output.prepare()
         with standard_output.watched():
             app()
     except BadInput as error:

@@ -37,12 +37,10 @@ Repeats = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of plan, batches, weights and noise.", metavar="N")]
 Timeout = Annotated[
-    float | None,
-    typer.Option(help="Seconds after which a process is stopped.", metavar="SECONDS", show_default=False),
+    float | None, typer.Option(help="Seconds after which a process is stopped.", metavar="SECONDS", show_default=False)
 ]
 MemoryLimit = Annotated[
-    float | None,
-    typer.Option(help="GiB per process; default 90 % of what is free.", metavar="GIB", show_default=False),
+    float | None, typer.Option(help="GiB per process; default 90 % of what is free.", metavar="GIB", show_default=False)
 ]
 Synthetic = Annotated[
     bool, typer.Option("--synthetic", help="Use the synthetic twins of the data sets; marked everywhere.")

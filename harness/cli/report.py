@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli.options import CELL_FAILED, In, Json
+from harness.cli.options import CELL_FAILED, In, Json, Tasks, names_of
 from harness.errors import BadInput
 from harness.paths import LOCAL_RESULTS
 
@@ -37,18 +37,30 @@ def report(
         ),
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Where figures go (default: OUT/plots).", metavar="FOLDER")] = None,
+    frameworks: Annotated[
+        str | None,
+        typer.Option(help="Only these, comma-separated: opacus, or one variant as opacus-ghost.", metavar="NAMES"),
+    ] = None,
+    tasks: Tasks = None,
     as_json: Json = False,
 ) -> None:
     """Make tables (Markdown, CSV, LaTeX), figures (PDF, SVG, PNG) and a page from records; show the main tables."""
     # A report makes millions of objects and hardly a circle of them: looking for these takes a sixth of its time.
     gc.disable()
     try:
-        _write(places, out, plots, as_json)
+        _write(places, out, plots, names_of(frameworks), names_of(tasks), as_json)
     finally:
         gc.enable()
 
 
-def _write(places: list[Path] | None, out: Path | None, plots: Path | None, as_json: bool) -> None:
+def _write(
+    places: list[Path] | None,
+    out: Path | None,
+    plots: Path | None,
+    frameworks: Sequence[str] | None,
+    tasks: Sequence[str] | None,
+    as_json: bool,
+) -> None:
     from rich.console import Console
 
     from harness.published import index
@@ -64,7 +76,7 @@ def _write(places: list[Path] | None, out: Path | None, plots: Path | None, as_j
         out = LOCAL_RESULTS / "reports" / first
     out = out or (first if first.is_dir() else first.parent) / "report"
     faults: list[str] = []
-    built = contents.build(read.load(*found, left_out=faults.append), faults)
+    built = contents.build(read.chosen(read.load(*found, left_out=faults.append), frameworks, tasks), faults)
     plots = plots or out / "plots"
     output.make_folders(out, plots)  # a wrong one is told at once, not below hundreds of lines
     console = Console()

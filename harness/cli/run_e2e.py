@@ -25,8 +25,7 @@ def e2e(
         int | None, typer.Option(help="Timed epochs per process.", metavar="N", show_default=False)
     ] = None,
     subset: Annotated[
-        float | None,
-        typer.Option(help="Fraction of an epoch; the figures are then extrapolated.", metavar="FRACTION"),
+        float | None, typer.Option(help="Fraction of an epoch; the figures are then extrapolated.", metavar="FRACTION")
     ] = None,
     budget_seconds: Annotated[
         float | None, typer.Option(help="Time about so long; extrapolated to the epoch.", metavar="SECONDS")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import locale
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
 from harness.cli.options import BAD_INPUT
+from harness.errors import BadInput
 
 READER_LEFT = 141
 """Exit code: what a shell says of a process that SIGPIPE ended."""
@@ -57,6 +59,25 @@ class _Watched:
         """Send to nowhere what is still in the buffer, which is written when the interpreter ends."""
         with suppress(OSError, io.UnsupportedOperation):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def prepare() -> None:
+    """Make what every verb takes for granted, whatever started it: three open streams (a service may close them, and a
+    file would get their number), texts in UTF-8 whatever the locale says, and a working directory.
+
+    Raises:
+        BadInput: the working directory is gone.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, os.fdopen(number, mode))
+    if locale.getencoding().lower().replace("-", "") != "utf8" and not sys.flags.utf8_mode:
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONUTF8": "1"})
+    try:
+        os.getcwd()
+    except OSError:
+        raise BadInput("The working directory is gone; change to one that is there.") from None
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from packaging.version import InvalidVersion
 
 from harness.errors import BadInput
 from harness.paths import INSTALLED, ROOT
+from harness.plan import registry
 from harness.plan.registry import pins
 from harness.store import cache
 from harness.worker import machine
@@ -151,6 +152,7 @@ def _of_pin(role: Role, asked: str, name: str, line: str, repository: Path) -> S
     """Return the working tree, in which every pin of the package is ``line``."""
     with _workshop() as place:
         _copy(repository, place / "tree")
+        _add_private(place / "tree")
         users = _repin(place / "tree" / "frameworks", name, line)
         if not users:
             raise BadInput(f"--{role} is {asked!r}, but no framework's requirements pin {name}; see `dpbench list`.")
@@ -227,8 +229,18 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copytree(source / part, target / part, ignore=_ignored)
 
 
+def _add_private(tree: Path) -> None:
+    """Copy the contestants from elsewhere, as they are, into a tree that has none of their names."""
+    for folder in registry.extra_folders():
+        for file in folder.glob(f"*/{registry.FILE}"):
+            target = tree / "frameworks" / file.parent.name
+            if not target.exists():
+                shutil.copytree(file.parent, target, ignore=_ignored)
+
+
 def _finish(tree: Path) -> tuple[Path, str]:
     """Return the running harness beside the tree; the whole under the name of its content."""
+    _add_private(tree)
     shutil.copytree(ROOT / "harness", tree / "harness", ignore=_ignored, dirs_exist_ok=True)
     content = _hash(tree)
     target = cache.folder("sides") / content

@@ -251,10 +251,7 @@ def chart(views: Sequence[CellView], metric: str) -> dict[str, Any]:
             {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
             {"x": x, "x2": {"field": "until"}, "y": y, "color": colour},
         ),
-        "step": (
-            {"type": "rule", "strokeDash": [4, 3]},
-            {"x": x, "tooltip": [{"field": "shown", "type": "nominal"}]},
-        ),
+        "step": ({"type": "rule", "strokeDash": [4, 3]}, {"x": x, "tooltip": [{"field": "shown", "type": "nominal"}]}),
         "run": ({"type": "point", "filled": True, "size": 22}, {"x": x, "y": y, "color": colour, "tooltip": told}),
         "disturbed": ({"type": "point", "size": 22}, {"x": x, "y": y, "color": colour, "tooltip": told}),
         "no value": (

@@ -69,6 +69,8 @@ def fetch(
     a corrupt archive.
     """
     store.folder(name)
+    if store.OWN.fullmatch(name):
+        return store.verify(name)
     if name in store.MADE:
         return make_synthetic(name, progress)
     if folder is not None and not folder.is_dir():
@@ -101,7 +103,7 @@ def fetch(
 
 def make_synthetic(name: str, progress: Progress = _silent) -> dict[str, Any]:
     """The synthetic twin of ``name``, made without looking for the genuine data; returns its meta."""
-    store.folder(name)
+    store.folder(name, synthetic=True)
     with _lock(name, progress):
         return _intact(name, True) or _make_synthetic(SOURCES[name], ["asked for"], progress)
 

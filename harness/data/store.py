@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -28,6 +30,8 @@ CACHE_VARIABLE = "DPBENCH_CACHE"
 OF_FULL_TASKS = ("words-gpt2", "words-llama-512", "words-llama-1024", "words-roberta", "pictures-224", "clicks-large")
 """Those that only the full tasks read: made where a run needs one or somebody names it, not where all are meant."""
 NAMES = ("mnist", "cifar10", "imdb", "imdb-wordpiece", "adult", "brown", "clicks", *OF_FULL_TASKS)
+OWN = re.compile(r"own-[a-z0-9][a-z0-9.-]*")
+"""Names of a user's data sets (``dpbench data add``)."""
 MADE = ("clicks", *OF_FULL_TASKS)
 """Those that are synthetic whether asked for or not: there is no genuine one."""
 ARRAYS = ("train_x", "train_y", "test_x", "test_y")
@@ -75,8 +79,13 @@ def home() -> Path | None:
 def folder(name: str, synthetic: bool = False) -> Path:
     """Return where data set ``name`` lives, whether it is there or not; of one that is always synthetic, that one.
     BadInput for an unknown name."""
-    if name not in NAMES:
-        raise BadInput(f"Unknown data set {name!r}{did_you_mean(name, NAMES)}: choose one of {', '.join(NAMES)}.")
+    if name not in NAMES and not OWN.fullmatch(name):
+        near = did_you_mean(name, NAMES)
+        raise BadInput(
+            f"Unknown data set {name!r}{near}: choose one of {', '.join(NAMES)}, or one of your own, own-NAME."
+        )
+    if synthetic and OWN.fullmatch(name):
+        raise BadInput(f"Data set {name} is your own and has no synthetic twin; leave out --synthetic.")
     return cache_folder() / "data" / (f"{name}-synthetic" if synthetic or name in MADE else name)
 
 
@@ -138,7 +147,39 @@ def damaged(name: str, synthetic: bool, what: str) -> BadInput:
 
 
 def _remedy(name: str, synthetic: bool) -> str:
+    if OWN.fullmatch(name):
+        return f"dpbench data add {name} FILE.npz"
     return f"dpbench data fetch {name}" + (" --synthetic" if synthetic else "")
+
+
+def add(name: str, file: Path) -> dict[str, Any]:
+    """Put a user's data set into the cache and return its meta.
+
+    Args:
+        name: ``own-`` and letters.
+        file: an ``.npz`` with ``train_x``, ``train_y``, ``test_x``, ``test_y``: uint8, float32 or int32; labels int32.
+
+    Raises:
+        BadInput: another name, or a file that does not hold these arrays.
+    """
+    if not OWN.fullmatch(name):
+        raise BadInput(f"The data set is called {name!r}; one of your own has a name like own-xrays.")
+    try:
+        with np.load(file, allow_pickle=False) as found:
+            values = {array: found[array] for array in ARRAYS}
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise BadInput(
+            f"{file} is no .npz file with {', '.join(ARRAYS)} ({error}); write one by numpy.savez."
+        ) from None
+    for array, value in values.items():
+        allowed = ("uint8", "float32", "int32") if array.endswith("_x") else ("int32",)
+        if value.dtype.name not in allowed or len(value) != len(values[f"{array[:-1]}y"]):
+            raise BadInput(
+                f"{file}: {array} is {value.dtype} {value.shape}; it has to be {' or '.join(allowed)}, with a row for "
+                "each label."
+            )
+    facts = {"title": name, "origin": f"{file.name}, by the user", "licence": "the user's", "obtained": "data add"}
+    return write(name, False, values, {**facts, "archives": {}, "known_sha256": False})
 
 
 def digest(values: Mapping[str, np.ndarray]) -> str:

@@ -88,11 +88,7 @@ class InProcess:
         self.module = module
 
     def run(
-        self,
-        request: AnyRequest,
-        limits: Limits,
-        on_event: Callable[[Event], None],
-        referee: Referee | None = None,
+        self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None], referee: Referee | None = None
     ) -> Result:
         """``referee``: of the caller's, who then judges the clock."""
         worker = importlib.import_module(self.module)

@@ -71,6 +71,7 @@ def of_every_worker(threads: int, root: Path) -> dict[str, str]:
         **dict.fromkeys(POOLS, str(threads)),
         "PYTHONPATH": str(root),
         "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         # A cache of compiled code would make the second process of a cell compile for nothing.
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",

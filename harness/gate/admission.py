@@ -38,12 +38,7 @@ REFERENCE_SOURCES = (
     "harness/worker/gate/cases.py",
 )
 """Beside the task's own definition (:func:`harness.tasks.definition_hash`)."""
-GATE_SOURCES = (
-    *REFERENCE_SOURCES,
-    "harness/worker",
-    "harness/environments/referee.py",
-    "harness/gate/admission.py",
-)
+GATE_SOURCES = (*REFERENCE_SOURCES, "harness/worker", "harness/environments/referee.py", "harness/gate/admission.py")
 BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
 

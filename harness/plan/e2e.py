@@ -14,7 +14,7 @@ from harness.plan import protocol as protocols
 from harness.plan.protocol import Protocol
 from harness.plan.registry import Contestant
 from harness.store.record import Cell, Purpose
-from harness.tasks import FULL_TASKS, PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
+from harness.tasks import FULL_TASKS, OUTSIDE, OUTSIDE_TASKS, PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
 from harness.worker.request import Request
 from harness.worker.sampling import steps_per_epoch
 
@@ -217,6 +217,9 @@ def check(options: Options) -> None:
         raise BadInput(
             f"There is no protocol {options.protocol!r} that times epochs; choose one of {', '.join(known)}."
         )
+    outside = [task for task in options.tasks if task in OUTSIDE_TASKS]
+    if outside and options.isolation == "docker":
+        raise BadInput(f"Containers do not see {outside[0]}, a task of {OUTSIDE}; measure it with --isolation venv.")
     for task, sizes in options.batch_sizes.items():
         for size in sizes:
             if not 1 <= size <= TASKS[task].train_size:
@@ -305,28 +308,10 @@ Blocks = Sequence[tuple[str, int]]
 """Tasks with a batch size each."""
 
 
-START_UP_SECONDS = {
-    ("mnist-cnn", "time"): 20.0,
-    ("mnist-cnn", "memory"): 11.0,
-    ("cifar10-cnn", "time"): 32.0,
-    ("cifar10-cnn", "memory"): 20.0,
-    ("imdb-embedding", "time"): 15.0,
-    ("imdb-embedding", "memory"): 7.0,
-    ("imdb-lstm", "time"): 34.0,
-    ("imdb-lstm", "memory"): 16.0,
-    ("gpt2-lm", "time"): 30.0,
-    ("gpt2-lm", "memory"): 20.0,
-    ("llama-lora", "time"): 30.0,
-    ("llama-lora", "memory"): 20.0,
-    ("vit", "time"): 20.0,
-    ("vit", "memory"): 20.0,
-    ("wrn-16-2", "time"): 20.0,
-    ("wrn-16-2", "memory"): 20.0,
-    ("encoder-lora", "time"): 40.0,
-    ("encoder-lora", "memory"): 25.0,
-    ("recsys", "time"): 15.0,
-    ("recsys", "memory"): 8.0,
-}
+_START_UP = {"mnist-cnn": (20, 11), "cifar10-cnn": (32, 20), "imdb-embedding": (15, 7), "imdb-lstm": (34, 16)}
+_START_UP |= {"gpt2-lm": (30, 20), "llama-lora": (30, 20), "vit": (20, 20), "wrn-16-2": (20, 20)}
+_START_UP |= {"encoder-lora": (40, 25), "recsys": (15, 8)}
+START_UP_SECONDS = {(task, ("time", "memory")[i]): float(both[i]) for task, both in _START_UP.items() for i in (0, 1)}
 """Seconds that a process takes beside those that it times, its two replays and the check of a step by the reference
 included. Time: medians of 7 to 20 processes of a quick run on a busy machine of two cores, 2026-11-23; CIFAR-10's is
 twice what it was before there were replays, as the others' are. Memory: medians over results/records up to 2026-11-22.

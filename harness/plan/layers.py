@@ -87,10 +87,7 @@ PRESETS: dict[str, LayerOptions] = {
         rounds=1,
     ),
     "full": LayerOptions(
-        layers=EVERY_LAYER,
-        frameworks=("all",),
-        batch_sizes=_sizes(EVERY_LAYER, (16, 128, 512)),
-        rounds=3,
+        layers=EVERY_LAYER, frameworks=("all",), batch_sizes=_sizes(EVERY_LAYER, (16, 128, 512)), rounds=3
     ),
     "paper": LayerOptions(
         layers=(*PAPER_LAYERS, *SWEEP_LAYERS),

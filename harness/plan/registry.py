@@ -24,6 +24,9 @@ FILE = "framework.toml"
 LAYER_FILES = ("layers.py", "layers.toml")
 """Files of a framework's folder that belong to the layer benchmark and have a hash of their own."""
 
+TASK_FILES = ("network.py", "architectures.py", "optimizer.py", "task.py", "tasks.py")
+"""Of another tree: where its tasks are."""
+
 OWN_SAMPLING = ("poisson", "shuffled", "fixed")
 EVERY_TASK = "every-task"
 
@@ -120,7 +123,7 @@ class Framework:
         """
         roots = [self.folder, *(self.root / s for s in self.sources), self.root / "harness" / "contract.py"]
         if self.root != ROOT:
-            roots += [self.root / "harness" / name for name in ("network.py", "optimizer.py", "tasks.py")]
+            roots += [self.root / "harness" / name for name in TASK_FILES]
         apart = {self.folder / name for name in LAYER_FILES}
         digest = hashlib.sha256()
         for path in sorted({p for root in roots for p in code_files(root)} - apart):
@@ -216,12 +219,17 @@ def load(folder: Path, root: Path = ROOT) -> Framework:
     return framework
 
 
+def extra_folders() -> list[Path]:
+    """Return the folders of contestants that DPBENCH_FRAMEWORKS names."""
+    return [Path(p) for p in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if p]
+
+
 def frameworks(hidden: bool = False, root: Path = ROOT) -> dict[str, Framework]:
     """Return all contestants by name; the deliberately wrong ones only on request. ``root``: of another tree than this
     one."""
     parents = [root / "frameworks"]
     if root == ROOT:
-        parents += [Path(p) for p in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if p]
+        parents += extra_folders()
     files = [path for parent in parents for path in sorted(parent.glob("*/framework.toml"))]
     mutants = root / "tests" / "mutants" / "framework.toml"
     if hidden and mutants.exists():

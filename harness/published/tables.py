@@ -44,10 +44,7 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
     shown = {(row.task, row.batch_size, row.contestant, row.against): _ratio(row) for row in rows_of(rows)}
     order = list(TASKS)
     cells = sorted({key[:3] for key in shown}, key=lambda key: (order.index(key[0]), *key[1:]))
-    lines = [
-        "| task | batch | contestant | over the fastest peer | over PyTorch without DP |",
-        "|:--|--:|:--|:--|:--|",
-    ]
+    lines = ["| task | batch | contestant | over the fastest peer | over PyTorch without DP |", "|:--|--:|:--|:--|:--|"]
     for cell in cells:
         peer, plain = (shown.get((*cell, against), "–") for against in (fastest_peer.PEER, fastest_peer.WITHOUT_DP))
         lines.append(f"| {cell[0]} | {cell[1]} | {cell[2]} | {peer} | {plain} |")

@@ -66,7 +66,9 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
     chapters = [chapter for section in model.sections(tables) for chapter in _of_section(tables, section, numbers)]
     # Blocks of older records have no moment.
     unknown = [] if any(tables.raw.moment) else ["moment"]
+    several = task_tables.side_by_side(tables)
     return (
+        *((Chapter("Side by side", None, tuple(several), in_terminal=True),) if several else ()),
         *chapters,
         elsewhere.chapter(tables),
         Chapter("Processes", None, frames={"processes": tables.raw.drop(columns=unknown)}),

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,12 +93,15 @@ class RunFolder:
             self.id = str(old.pop("id"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise BadInput(f"{path} is corrupt; start anew with --fresh (the old records are kept aside).") from None
-        if old != wanted:
-            what = ", ".join(surroundings.differences(old, wanted))
-            raise BadInput(
-                f"{self.path} holds a run that differs in {what}; start anew with --fresh (the old records are kept "
-                "aside), or choose another folder with --out."
-            )
+        if _contains(wanted, old):
+            if old != wanted:
+                cache.write_atomically(path, json.dumps({"id": self.id, **wanted}, indent=1).encode())
+            return
+        what = ", ".join(surroundings.differences(old, wanted))
+        raise BadInput(
+            f"{self.path} holds a run that differs in {what}; start anew with --fresh (the old records are kept "
+            "aside), or choose another folder with --out, and report both: `dpbench report A B --out C`."
+        )
 
     def _set_aside(self) -> None:
         # The plan goes last: a kill in between leaves a folder that the next --fresh still clears.
@@ -144,6 +147,32 @@ class RunFolder:
         finally:
             with suppress(OSError):
                 path.unlink()
+
+
+def _contains(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Say whether a plan is the old one, with more tasks, batch sizes or rounds perhaps."""
+    grows, rest = zip(*map(_parted, (new, old)), strict=True)
+    return rest[0] == rest[1] and _more(*grows)
+
+
+def _parted(plan: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a run that stands may get more of, and the rest of its plan."""
+    options = dict(plan.get("options") or {})
+    options.pop("frameworks", None)  # whom it means stands under ``contestants``; their order is nobody's business
+    rounds, further = options.pop("rounds", 0), options.pop("more_rounds", None) or {}
+    tasks = options.pop("tasks", None) or ()
+    of_tasks = {task: rounds + further.get(task, 0) for task in tasks}
+    grows = {"definitions": plan.get("tasks"), "sizes": options.pop("batch_sizes", None), "rounds": of_tasks or rounds}
+    return grows, {**plan, "options": options, "tasks": None}
+
+
+def _more(new: Any, old: Any) -> bool:
+    """Say whether a number, a list or a mapping of them is at least the old one."""
+    if isinstance(old, dict):
+        return isinstance(new, dict) and all(name in new and _more(new[name], value) for name, value in old.items())
+    if isinstance(old, list):
+        return isinstance(new, list) and all(value in new for value in old)
+    return new == old or (isinstance(old, int) and isinstance(new, int) and new > old)
 
 
 def misnamed(path: Path, value: Record) -> str:

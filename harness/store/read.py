@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from harness.errors import BadInput
+from harness.errors import BadInput, did_you_mean
 from harness.store import record
 from harness.store.folder import PLAN, SITE, misnamed
 from harness.store.record import Record
@@ -33,6 +33,29 @@ def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
     or under another process's name; of these, where ``left_out`` is given, it is told why, and the rest is loaded.
     """
     return list({r.to_json(): r for place in places for r in _of(place, left_out)}.values())
+
+
+def chosen(
+    records: Sequence[Record], frameworks: Sequence[str] | None = None, tasks: Sequence[str] | None = None
+) -> list[Record]:
+    """Return the records of these frameworks (or contestants), tasks and layers; None: of all.
+
+    Raises:
+        BadInput: a name that no record has.
+    """
+
+    def names(record: Record) -> tuple[set[str], set[str]]:
+        cell = record.cell
+        return {cell.framework, cell.contestant}, {cell.layer or cell.task}
+
+    for place, (option, wanted) in enumerate((("--frameworks", frameworks), ("--tasks", tasks))):
+        known = {name for record in records for name in names(record)[place]}
+        for name in wanted or ():
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise BadInput(f"{option} names {name!r}{near}; these records hold {', '.join(sorted(known))}.")
+        records = [record for record in records if wanted is None or not names(record)[place].isdisjoint(wanted)]
+    return list(records)
 
 
 REMEDY = "make some with `dpbench run e2e`, or name a committed run, such as `current`."
@@ -85,7 +108,12 @@ def _files(place: Path) -> Iterator[Path]:
     if place.is_file():
         yield place
         return
-    for folder, folders, names in os.walk(place):
+    seen = set()
+    for folder, folders, names in os.walk(place, followlinks=True):
+        if (here := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(here)
         in_run = PLAN in names
         if SITE in names or (in_run and _is_comparison(Path(folder, PLAN))):
             folders.clear()

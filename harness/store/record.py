@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic.dataclasses import dataclass
 
 from harness.errors import BadInput
-from harness.tasks import FLOAT32, TASKS
+from harness.tasks import FLOAT32, OUTSIDE, TASKS
 from harness.worker import result
 from harness.worker.result import State
 
@@ -95,7 +95,7 @@ class Cell(_Model):
         if is_layer != (self.layer is not None and self.passes is not None) or is_layer == bool(self.task):
             raise ValueError("a cell names a task, or, of kind layer, a layer and its passes")
         if not is_layer and self.task not in TASKS:
-            raise ValueError(f"there is no task {self.task!r}")
+            raise ValueError(f"there is no task {self.task!r}; one of your own needs {OUTSIDE}")
         return self
 
 
@@ -443,7 +443,7 @@ def texts(path: Path) -> list[tuple[str, str]]:
     """Return what :func:`read` parses: each record's text, and where it stands. Raises as it does."""
     try:
         content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except FileNotFoundError:
         raise
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -113,7 +113,12 @@ def git(*arguments: str, folder: Path = ROOT) -> tuple[str | None, str]:
     elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
     kept = {name: value for name, value in os.environ.items() if name not in elsewhere}
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, env=kept)
+        done = subprocess.run(
+            ["git", "-c", "log.showSignature=false", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            env=kept,
+        )
     except OSError as error:
         return None, f"git cannot be started ({error.strerror})"
     return (done.stdout.strip() if done.returncode == 0 else None), " ".join(done.stderr.split())

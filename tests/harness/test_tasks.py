@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness.tasks import FULL_TASKS, GATE_TASKS, TASKS, check_parameters, initial_parameters, known_task
+from harness.paths import ROOT
+from harness.tasks import (
+    FULL_TASKS,
+    GATE_TASKS,
+    TASKS,
+    check_parameters,
+    definition_hash,
+    initial_parameters,
+    known_task,
+)
 
 PARAMETERS = {
     "mnist-cnn": 26_010,
@@ -200,3 +213,34 @@ def test_a_task_in_bfloat16_is_the_same_but_for_its_products(name: str) -> None:
     assert lowered.weight_bytes == task.weight_bytes and 2 * lowered.activation_bytes == task.activation_bytes
     ours, theirs = (initial_parameters(t, 0) for t in (task, lowered))
     assert all(np.array_equal(ours[key], theirs[key]) for key in ours)
+
+
+OWN = """
+from harness.tasks import TASKS as KNOWN, Linear, Task, in_bfloat16
+mine = Task("mine", "Mine", "own-mine", (4,), "float32", 2, "cross_entropy", (Linear("fc", 4, 2),), 3000, 10)
+TASKS = [mine, in_bfloat16(KNOWN["ffnn"])]
+"""
+SHOW = "from harness import tasks as t; print(*map(t.definition_hash, t.TASKS.values())); print(t.known_task('mine'))"
+
+
+def _with_tasks(file: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    there = {**os.environ, "PYTHONPATH": str(ROOT), "DPBENCH_TASKS": file.name}
+    return subprocess.run([sys.executable, *command], env=there, cwd=file.parent, capture_output=True, text=True)
+
+
+def test_tasks_from_outside_stand_beside_the_others_and_void_no_verdict(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    hashes, shown = _with_tasks(file, "-c", SHOW).stdout.splitlines()
+    assert hashes.split()[:-2] == [definition_hash(task) for task in TASKS.values()] and "own-mine" in shown
+    run = ("-m", "harness", "run", "e2e", "--tasks", "mine", "--isolation", "docker")
+    refused = _with_tasks(file, *run)
+    assert refused.returncode == 2 and "--isolation venv" in refused.stderr
+
+
+@pytest.mark.parametrize("text", ["", "TASKS = [", OWN.replace("3000", "500"), OWN.replace('"mine"', '"vit"')])
+def test_a_file_without_tasks_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    refused = _with_tasks(file, "-m", "harness", "list")
+    assert refused.returncode == 2 and "mine.py, which gives no tasks" in refused.stderr, refused.stderr

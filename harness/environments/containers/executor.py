@@ -432,11 +432,7 @@ class Outcome:
 
 
 def _follow(
-    stream: _Stream,
-    start: float,
-    limits: Limits,
-    on_event: Callable[[Event], None],
-    referee: Referee | None = None,
+    stream: _Stream, start: float, limits: Limits, on_event: Callable[[Event], None], referee: Referee | None = None
 ) -> Outcome:
     """Passes events on until the streams end or the time is over. Collected files never outgrow the results folder."""
     outcome = Outcome()

@@ -155,12 +155,7 @@ ANY_IMAGE = "say --any-image to measure with it all the same"
 
 
 def ensure(
-    framework: Framework,
-    on: Engine,
-    log: Log,
-    device: str = "cpu",
-    any_image: bool = False,
-    otherwise: str = ANY_IMAGE,
+    framework: Framework, on: Engine, log: Log, device: str = "cpu", any_image: bool = False, otherwise: str = ANY_IMAGE
 ) -> Image:
     """Return the framework's image, built where it is missing.
 

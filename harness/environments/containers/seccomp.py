@@ -81,12 +81,7 @@ def profile() -> str:
     ]
     architectures = [{"architecture": f"SCMP_ARCH_{name}", "subArchitectures": []} for name in ("X86_64", "AARCH64")]
     return json.dumps(
-        {
-            "defaultAction": "SCMP_ACT_ERRNO",
-            "defaultErrnoRet": EPERM,
-            "archMap": architectures,
-            "syscalls": allowed,
-        },
+        {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": EPERM, "archMap": architectures, "syscalls": allowed},
         separators=(",", ":"),
     )
 

@@ -18,11 +18,7 @@ from harness.report.model import Chapter, Grid, doubts
 
 FILE = ROOT / "results" / "published" / "speed.csv"
 TITLE = "Speed of private training, published elsewhere"
-READ = {
-    "figure": "read from a figure, ±2 %",
-    "text": "stated in a text",
-    "claim": "claimed in an abstract or a README",
-}
+READ = {"figure": "read from a figure, ±2 %", "text": "stated in a text", "claim": "claimed in an abstract or a README"}
 """How a figure was had, by the word in the file."""
 NO_TWIN = "no run without DP beside it"
 MISSING = "–"

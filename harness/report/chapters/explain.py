@@ -222,10 +222,7 @@ def _probe(record: Record) -> Iterator[tuple[str, str]]:
     if probe is None:
         return
     limit = probe.budget_bytes if probe.device_bytes is None else probe.device_bytes
-    yield (
-        "probe",
-        f"{probe.stage}, " + ("no limit" if limit is None else f"limit {limit / model.MEBIBYTE:.4g} MiB"),
-    )
+    yield ("probe", f"{probe.stage}, " + ("no limit" if limit is None else f"limit {limit / model.MEBIBYTE:.4g} MiB"))
     if probe.step_seconds:
         yield "step seconds", ", ".join(f"{s:.4g}" for s in probe.step_seconds)
 

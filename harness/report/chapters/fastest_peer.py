@@ -58,10 +58,7 @@ def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 yield {"contestant": contestant, "against": against, **found, "extrapolated": scaled}
 
 
-TITLES = {
-    PEER: "seconds over those of the fastest peer",
-    WITHOUT_DP: "seconds over those of PyTorch without DP",
-}
+TITLES = {PEER: "seconds over those of the fastest peer", WITHOUT_DP: "seconds over those of PyTorch without DP"}
 
 
 def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:

@@ -113,12 +113,7 @@ def _of_section(
         ),
         when=when,
     )
-    yield Chapter(
-        "Layers: where the memory is",
-        section,
-        (*_breakdown(main), *_parts(main, pairs)),
-        when=when,
-    )
+    yield Chapter("Layers: where the memory is", section, (*_breakdown(main), *_parts(main, pairs)), when=when)
     predicted = section.of(found["predictions"])
     if len(predicted):
         yield Chapter(
@@ -189,8 +184,9 @@ def _paper_layout(
             for column in (f"nn_module_{unit}", f"dp_module_{unit}", f"gsm_module_{unit}", "dp_factor")
         ]
         over = math.nan if three[0] is None or three[2] is None else three[2][value] / three[0][value]
-        times = MISSING if math.isnan(over) else f"{factor(over)}×"
-        rows.append((r["layer"], str(r["batch_size"]), *(_number(c, value, scale) for c in three), times, *published))
+        rows.append(
+            (r["layer"], str(r["batch_size"]), *(_number(c, value, scale) for c in three), _times(over), *published)
+        )
         medians.append((r["layer"], str(r["batch_size"]), *(_timed(c, n) for c in three), _factor(r, "runtime")))
     notes = tuple(_notes(what, cells, contestant, passes, n))
     head = ("layer", "batch", "torch.nn", "own module", "DP", "factor")
@@ -268,7 +264,11 @@ def _side_by_side(factors: pd.DataFrame, private: Sequence[tuple[str, str]], lef
             if mine[what].isna().all() and what == "memory":
                 continue
             rows = tuple(
-                (layer, str(size), *(_short_factor(by_place.get((layer, size, name)), what) for name in names))
+                (
+                    layer,
+                    str(size),
+                    *(_times(by_place.get((layer, size, name), {}).get(what, math.nan)) for name in names),
+                )
                 for layer, size in places
             )
             title = f"{'Runtime' if what == 'runtime' else 'Peak memory'} over torch.nn: {PASSES[passes]}"
@@ -282,10 +282,6 @@ def _rounds_note(factors: pd.DataFrame) -> str:
         return "n = 1 process per side: a factor of medians over its passes, without an interval between processes."
     rounds = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
     return f"n = {rounds} paired rounds; the 95 % intervals stand in the tables of each contestant and in the CSV file."
-
-
-def _short_factor(r: Mapping[str, Any] | None, what: str) -> str:
-    return MISSING if r is None or math.isnan(r[what]) else f"{factor(r[what])}×"
 
 
 def _last_sizes(factors: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
@@ -604,7 +600,7 @@ def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
                 r.measured or MISSING,
                 f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
                 str(r.n) if r.cells and r.n else MISSING,
-                MISSING if math.isnan(r.here_over_paper) else f"{factor(r.here_over_paper)}×",
+                _times(r.here_over_paper),
                 r.outcome,
             )
             for r in rows_of(group)

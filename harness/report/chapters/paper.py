@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -96,24 +96,6 @@ def exactly(place: Place, value: float) -> Measured:
     return Measured(place, value, value, value)
 
 
-class Source(Protocol):
-    """Source of values: the paper's table, or one section of the records."""
-
-    def places(self, row: str) -> set[Place]:
-        """Return where this row has a time."""
-        ...
-
-    def seconds(self, row: str, place: Place) -> float: ...
-
-    def ratio(self, row: str, base: str, place: Place) -> Measured | None:
-        """Return seconds of ``row`` over those of ``base``."""
-        ...
-
-    def first_epoch(self, row: str, place: Place) -> float | None:
-        """Return the first epoch, compilation included, over an ordinary one."""
-        ...
-
-
 class PaperTable:
     """The paper's Table 1. It says nothing of first epochs."""
 
@@ -123,15 +105,18 @@ class PaperTable:
         }
 
     def places(self, row: str) -> set[Place]:
+        """Return where this row has a time."""
         return {place for name, place in self._seconds if name == row}
 
     def seconds(self, row: str, place: Place) -> float:
         return self._seconds[row, place]
 
     def ratio(self, row: str, base: str, place: Place) -> Measured | None:
+        """Return seconds of ``row`` over those of ``base``."""
         return exactly(place, self._seconds[row, place] / self._seconds[base, place])
 
     def first_epoch(self, row: str, place: Place) -> float | None:
+        """Return the first epoch, compilation included, over an ordinary one."""
         return None
 
 
@@ -222,6 +207,7 @@ def _first_over_ordinary(epochs: Sequence[float], median: float, compiling: floa
     return epochs[0] / median if len(epochs) > 2 else None
 
 
+Source = PaperTable | Records
 Measure = Callable[[Source], Iterable[Measured]]
 
 
@@ -254,10 +240,7 @@ def _slowest(row: str, tasks: Sequence[str]) -> Measure:
 
 
 def _least(
-    row: str,
-    tasks: Sequence[str],
-    sizes: Sequence[int] | None,
-    ratio: Callable[[Source, str, Place], Measured | None],
+    row: str, tasks: Sequence[str], sizes: Sequence[int] | None, ratio: Callable[[Source, str, Place], Measured | None]
 ) -> Measure:
     """Return the least ratio with any other DP row, place by place."""
 
@@ -381,12 +364,7 @@ def all_claims(table: PaperTable) -> tuple[Claim, ...]:
             "2× to 2.9×",
             _ratio(OPACUS, BASELINE_ROW, SMALL),
         ),
-        Claim(
-            "3.1.3",
-            "Opacus / PyTorch without DP: LSTM",
-            "25× to 30×",
-            _ratio(OPACUS, BASELINE_ROW, ("imdb-lstm",)),
-        ),
+        Claim("3.1.3", "Opacus / PyTorch without DP: LSTM", "25× to 30×", _ratio(OPACUS, BASELINE_ROW, ("imdb-lstm",))),
         Claim(
             "3.1.3",
             "JAX (DP) is the fastest on MNIST and embedding: next / JAX (DP)",

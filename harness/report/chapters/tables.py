@@ -156,6 +156,25 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
     return grids
 
 
+def side_by_side(tables: Tables) -> list[Grid]:
+    """Return the same ratios of several sections in one table, a column each; of tasks that two sections measured."""
+    grids = []
+    for task, synthetic, group in blocks(tables.ratios):
+        columns = [(section, here) for section in model.sections(tables) if len(here := section.of(group))]
+        if len(columns) < 2:
+            continue
+        cells = [{(r.contestant, r.batch_size): _ratio_cell(r, r.n) for r in rows_of(frame)} for _, frame in columns]
+        rows = tuple(
+            (who, str(size), *(cell.get((who, size), MISSING) for cell in cells))
+            for who, size in dict.fromkeys(key for cell in cells for key in cell)
+        )
+        notes = [f"{i}: {s.title}, over {model.baselines(frame)}." for i, (s, frame) in enumerate(columns, 1)]
+        header = ("contestant", "batch", *(str(i) for i in range(1, 1 + len(columns))))
+        title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP, side by side"
+        grids.append(Grid(title, header, rows, (*notes, "Nothing is pooled.", *doubt_notes(group))))
+    return grids
+
+
 def overheads(tables: Tables, section: Section) -> list[Grid]:
     """Return the time of every private contestant that has a non-private twin, as framework times DP, and compiling
     apart."""
@@ -181,16 +200,7 @@ def overheads(tables: Tables, section: Section) -> list[Grid]:
             )
             for r in rows_of(group)
         )
-        header = (
-            "contestant",
-            "twin",
-            "batch",
-            "framework",
-            "DP",
-            "total",
-            "compile s (in epochs)",
-            "of the twin",
-        )
+        header = ("contestant", "twin", "batch", "framework", "DP", "total", "compile s (in epochs)", "of the twin")
         base = group.baseline.iloc[0]
         notes = [
             f"Framework: the twin (the same without DP) over {base}. DP: the contestant over its twin. Total: the "

@@ -50,10 +50,7 @@ def draw(
         Panel(drawing, *place, x, panel.around([value for value in values if not math.isnan(value)]))
         for place, values in zip(places, (rates, peaks), strict=True)
     ]
-    words = (
-        ("Throughput", "examples per second (log)"),
-        ("Peak memory (dashed: the budget)", "peak MiB (log)"),
-    )
+    words = (("Throughput", "examples per second (log)"), ("Peak memory (dashed: the budget)", "peak MiB (log)"))
     for one, (title, label) in zip(panels, words, strict=True):
         one.frame(ticks, panel.plain_ticks(one.y), [title], "physical batch size (log)", label)
     left, right = panels

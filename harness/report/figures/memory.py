@@ -71,10 +71,7 @@ def over_batch_size(
     drawing = panel.page(f"{model.task_title(task, synthetic)}: peak memory")
     one = Panel(drawing, task_figures.LEFT, 24, panel.PAGE - 8, 226, panel.of_sizes(sizes), y)
     one.frame(
-        panel.size_ticks(sizes),
-        panel.plain_ticks(y),
-        x_label="batch size (log)",
-        y_label="peak memory, MiB (log)",
+        panel.size_ticks(sizes), panel.plain_ticks(y), x_label="batch size (log)", y_label="peak memory, MiB (log)"
     )
     for name in names:
         shown = task_figures.points(measured[measured.contestant == name], "median", MEBIBYTE)

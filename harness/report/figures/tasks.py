@@ -328,16 +328,7 @@ def cumulative_runs(tables: Tables, section: Section) -> list[CumulativeRun]:
             for name, rows in here.groupby("contestant", sort=False)
         }
         shown = group[group.batch_size == size]
-        runs.append(
-            CumulativeRun(
-                task,
-                synthetic,
-                int(size),
-                curves,
-                int(here.epochs.min()),
-                shown,
-            )
-        )
+        runs.append(CumulativeRun(task, synthetic, int(size), curves, int(here.epochs.min()), shown))
     return runs
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from harness.cli.main import app
 from harness.environments import venv
 from harness.environments.venv import Environment, EnvironmentFault
+from harness.plan import registry
 from harness.plan.registry import Framework
 
 
@@ -33,3 +34,13 @@ def test_environments_are_made_side_by_side_and_one_that_cannot_be_is_a_row(monk
         {"framework": "pytorch", "state": "ready", "where": "made"},
         {"framework": "jax", "state": "not installed", "where": "there is no such version."},
     ]
+
+
+def test_unused_environments_are_those_of_no_framework_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = registry.frameworks()["pytorch"].lock_hash
+    found = [Environment(Path(lock), lock, ("pytorch",), 1.0) for lock in (here, "of-other-pins")]
+    removed: list[str] = []
+    monkeypatch.setattr(venv, "existing", lambda: found)
+    monkeypatch.setattr(venv, "remove", lambda environment: removed.append(environment.lock_hash))
+    assert CliRunner().invoke(app, ["env", "rm", "--unused", "--json"]).exit_code == 0
+    assert removed == ["of-other-pins"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -388,6 +389,23 @@ def test_a_wheel_is_pinned_by_its_content(project, tmp_path):
     wheel.write_bytes(b"two")
     second = sides.resolve("head", str(wheel), project.folder)
     assert first.package.startswith("fake-lib @ file://") and first.package != second.package
+
+
+def test_two_builds_of_a_private_framework_are_two_sides(project, tmp_path, monkeypatch):
+    private = tmp_path / "elsewhere" / "mine"
+    shutil.copytree(project.folder / "frameworks" / "phantom", private)
+    (private / "requirements.txt").write_text("numpy==2.0.0\nmy-lib==1.0\n")
+    monkeypatch.setenv("DPBENCH_FRAMEWORKS", str(private.parent))
+    builds = [tmp_path / day / "my_lib-1.0-py3-none-any.whl" for day in ("monday", "tuesday")]
+    for build in builds:
+        build.parent.mkdir()
+        build.write_bytes(build.parent.name.encode())
+    old, new = (sides.resolve("head", str(build), project.folder) for build in builds)
+    assert old.users == new.users == ("mine",) and old.content != new.content
+    assert "monday" in (old.folder / "frameworks" / "mine" / "requirements.txt").read_text()
+    # Beside a state of the repository it stands as it is.
+    plain = sides.resolve("base", ".", project.folder)
+    assert (plain.folder / "frameworks" / "mine" / "requirements.txt").read_text() == "numpy==2.0.0\nmy-lib==1.0\n"
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,17 @@ def test_other_options_need_fresh_and_old_records_are_kept(driver: Driver) -> No
     assert aside == old
 
 
+def test_a_run_that_stands_gets_more_sizes_and_rounds_and_keeps_what_it_has(driver: Driver) -> None:
+    assert driver.run("noop", "--no-memory").returncode == 0
+    old = driver.files()
+    assert driver.run("noop", "--no-memory", "--batch-sizes", "16,64", "--rounds", "2").returncode == 0
+    assert {name: text for name, text in driver.files().items() if name in old} == old
+    assert {(r.cell.batch_size, r.block.round) for r in driver.records()} == {(16, 0), (16, 1), (64, 0), (64, 1)}
+    assert len({r.block.run for r in driver.records()}) == 1
+    fewer = driver.run("noop", "--no-memory", "--batch-sizes", "64")
+    assert fewer.returncode == 2 and "report A B" in fewer.stderr
+
+
 def test_two_runs_into_one_folder_are_refused(driver: Driver) -> None:
     first = driver.start("sleeper", "--subset", "1")
     try:

@@ -122,3 +122,30 @@ def test_a_run_at_work_is_not_packed(tmp_path):
     with cache.locked(tmp_path / ".lock"), pytest.raises(BadInput, match="at work"):
         store.pack(tmp_path, tmp_path / "packed.jsonl")
     assert not (tmp_path / "packed.jsonl").exists()
+
+
+def test_some_contestants_and_tasks_are_chosen_by_name():
+    run = factory.quick_run(rounds=1)
+    some = read.chosen(run, ("opacus", "jax-vmap"), ("mnist-cnn",))
+    assert {r.cell.contestant for r in some} == {"opacus-hooks", "opacus-ghost", "jax-vmap"}
+    assert {r.cell.task for r in some} == {"mnist-cnn"}
+    assert read.chosen(run) == list(run)
+    with pytest.raises(BadInput, match=r"'opacu' \(did you mean opacus"):
+        read.chosen(run, ("opacu",))
+    with pytest.raises(BadInput, match="--tasks names 'recsys'"):
+        read.chosen(run, None, ("recsys",))
+
+
+def test_a_linked_run_is_read_and_a_circle_is_read_once(tmp_path):
+    factory.write([factory.record()], tmp_path / "elsewhere" / "records")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "all")
+    assert len(read.load(tmp_path / "all")) == 1
+
+
+def test_what_editors_and_git_do_to_line_ends_and_beginnings_is_no_fault(tmp_path):
+    run = factory.quick_run(rounds=1)[:3]
+    lines = "\r\n".join(record.to_json() for record in run)
+    (tmp_path / "of-windows.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    assert read.load(tmp_path) == run

@@ -81,3 +81,17 @@ def test_a_run_that_goes_on_elsewhere_is_refused_with_the_names_of_what_differs(
         folder.open({"place": other}, fresh=False),
     ):
         pass
+
+
+def test_the_order_of_contestants_and_sizes_is_no_difference(tmp_path: Path) -> None:
+    def plan(names: tuple[str, ...], sizes: list[int]) -> dict[str, Any]:
+        options = {"frameworks": names, "tasks": ["logreg"], "batch_sizes": {"logreg": sizes}, "rounds": 2}
+        return {"options": options, "contestants": {name: {"adapter": "a"} for name in names}, "tasks": {"logreg": "t"}}
+
+    folder = RunFolder(tmp_path / "run")
+    with folder.open(plan(("jax", "opacus"), [16, 64]), fresh=False):
+        pass
+    with folder.open(plan(("opacus", "jax"), [64, 16]), fresh=False):
+        pass
+    with pytest.raises(BadInput, match="contestants"), folder.open(plan(("opacus",), [16, 64]), fresh=False):
+        pass

@@ -1,0 +1,1 @@
+"""jaxdpopt: DP-SGD by masked physical batches of one size."""
