@@ -404,6 +404,17 @@ def wide_resnet_layers(
     return (*found, GroupNorm("norm", groups, before), SiLU(), MeanOverSpace(), Linear("head", before, classes))
 
 
+_CIFAR10: dict[str, Any] = {"dataset": "cifar10", "input_shape": (3, 32, 32), "input_dtype": "float32", "classes": 10}
+_CIFAR10 |= {"loss": "cross_entropy", "train_size": 50_000, "test_size": 10_000}
+_IMDB: dict[str, Any] = {"dataset": "imdb", "input_shape": (TOKENS,), "input_dtype": "int32", "classes": 2}
+_IMDB |= {"loss": "cross_entropy", "train_size": 25_000, "test_size": 25_000}
+_BROWN: dict[str, Any] = {"dataset": "brown", "input_shape": (LM_TOKENS,), "input_dtype": "int32"}
+_BROWN |= {"classes": LM_VOCABULARY, "loss": TOKEN_LOSS, "train_size": LM_TRAIN_SIZE, "test_size": LM_TEST_SIZE}
+_ADULT: dict[str, Any] = {"dataset": "adult", "input_shape": (104,), "input_dtype": "float32", "classes": 2}
+_ADULT |= {"train_size": 30_162, "test_size": 15_060, "in_paper": False}
+_MODERN: dict[str, Any] = {"learning_rate": 1e-3, "in_paper": False, "initial_deviation": 0.02}
+_DECAYING = AdamW(weight_decay=0.01, warm_up=WARM_UP)
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -433,160 +444,86 @@ TASKS: dict[str, Task] = {
         Task(
             name="cifar10-cnn",
             title="CIFAR-10 CNN",
-            dataset="cifar10",
-            input_shape=(3, 32, 32),
-            input_dtype="float32",
-            classes=10,
-            loss="cross_entropy",
+            **_CIFAR10,
             layers=_cifar_layers(),
-            train_size=50_000,
-            test_size=10_000,
         ),
         Task(
             name="imdb-embedding",
             title="IMDb embedding",
-            dataset="imdb",
-            input_shape=(TOKENS,),
-            input_dtype="int32",
-            classes=2,
-            loss="cross_entropy",
+            **_IMDB,
             layers=(Embedding("embedding", VOCABULARY, 16), MeanOverTime(), Linear("fc", 16, 2)),
-            train_size=25_000,
-            test_size=25_000,
         ),
         Task(
             name="imdb-lstm",
             title="IMDb LSTM",
-            dataset="imdb",
-            input_shape=(TOKENS,),
-            input_dtype="int32",
-            classes=2,
-            loss="cross_entropy",
+            **_IMDB,
             layers=(
                 Embedding("embedding", VOCABULARY, 100),
                 Lstm("lstm", 100, 100),
                 MeanOverTime(),
                 Linear("fc", 100, 2),
             ),
-            train_size=25_000,
-            test_size=25_000,
         ),
         Task(
             name="logreg",
             title="Logistic regression on Adult",
-            dataset="adult",
-            input_shape=(104,),
-            input_dtype="float32",
-            classes=2,
+            **_ADULT,
             loss="binary_cross_entropy",
             layers=(Linear("fc", 104, 1),),
-            train_size=30_162,
-            test_size=15_060,
-            in_paper=False,
         ),
         Task(
             name="ffnn",
             title="Feed-forward network on Adult",
-            dataset="adult",
-            input_shape=(104,),
-            input_dtype="float32",
-            classes=2,
+            **_ADULT,
             loss="cross_entropy",
             layers=(Linear("fc1", 104, 50), ReLU(), Linear("fc2", 50, 2)),
-            train_size=30_162,
-            test_size=15_060,
-            in_paper=False,
         ),
         Task(
             name="gpt2-lm",
             title="GPT-2, 4 layers of 128, from scratch on the Brown corpus",
-            dataset="brown",
-            input_shape=(LM_TOKENS,),
-            input_dtype="int32",
-            classes=LM_VOCABULARY,
-            loss=TOKEN_LOSS,
+            **_BROWN,
             layers=gpt2_layers(blocks=4, dim=128, heads=4, vocabulary=LM_VOCABULARY, positions=LM_TOKENS),
-            train_size=LM_TRAIN_SIZE,
-            test_size=LM_TEST_SIZE,
-            learning_rate=1e-3,
-            in_paper=False,
-            optimizer=AdamW(weight_decay=0.01, warm_up=WARM_UP),
-            initial_deviation=0.02,
+            **_MODERN,
+            optimizer=_DECAYING,
         ),
         Task(
             name="llama-lora",
             title="Llama, 4 layers of 192, LoRA of rank 8 on a frozen random base, Brown corpus",
-            dataset="brown",
-            input_shape=(LM_TOKENS,),
-            input_dtype="int32",
-            classes=LM_VOCABULARY,
-            loss=TOKEN_LOSS,
+            **_BROWN,
             layers=llama_layers(4, dim=192, heads=6, kv_heads=2, hidden=512, lora=8, vocabulary=LM_VOCABULARY),
-            train_size=LM_TRAIN_SIZE,
-            test_size=LM_TEST_SIZE,
-            learning_rate=1e-3,
-            in_paper=False,
+            **_MODERN,
             optimizer=AdamW(warm_up=WARM_UP),
             trained=LORA,
-            initial_deviation=0.02,
         ),
         Task(
             name="vit",
             title="ViT, 4 layers of 128, patches of 4 pixels, from scratch on CIFAR-10",
-            dataset="cifar10",
-            input_shape=(3, 32, 32),
-            input_dtype="float32",
-            classes=10,
-            loss="cross_entropy",
+            **_CIFAR10,
             layers=vit_layers(blocks=4, dim=128, heads=4, side=32, patch=4, classes=10),
-            train_size=50_000,
-            test_size=10_000,
-            learning_rate=1e-3,
-            in_paper=False,
-            optimizer=AdamW(weight_decay=0.01, warm_up=WARM_UP),
-            initial_deviation=0.02,
+            **_MODERN,
+            optimizer=_DECAYING,
         ),
         Task(
             name="wrn-16-2",
             title="Wide ResNet 16-2 with GroupNorm on CIFAR-10",
-            dataset="cifar10",
-            input_shape=(3, 32, 32),
-            input_dtype="float32",
-            classes=10,
-            loss="cross_entropy",
+            **_CIFAR10,
             layers=wide_resnet_layers(blocks=2, widths=(32, 64, 128), first=16, groups=8, classes=10),
-            train_size=50_000,
-            test_size=10_000,
             in_paper=False,
         ),
         Task(
             name="wrn-16-4",
             title="Wide ResNet 16-4 with GroupNorm on CIFAR-10",
-            dataset="cifar10",
-            input_shape=(3, 32, 32),
-            input_dtype="float32",
-            classes=10,
-            loss="cross_entropy",
+            **_CIFAR10,
             layers=wide_resnet_layers(blocks=2, widths=(64, 128, 256), first=16, groups=8, classes=10),
-            train_size=50_000,
-            test_size=10_000,
             in_paper=False,
         ),
         Task(
             name="llama-full",
             title="Llama, 4 layers of 192, from scratch on the Brown corpus",
-            dataset="brown",
-            input_shape=(LM_TOKENS,),
-            input_dtype="int32",
-            classes=LM_VOCABULARY,
-            loss=TOKEN_LOSS,
+            **_BROWN,
             layers=llama_layers(4, dim=192, heads=6, kv_heads=2, hidden=512, lora=0, vocabulary=LM_VOCABULARY),
-            train_size=LM_TRAIN_SIZE,
-            test_size=LM_TEST_SIZE,
-            learning_rate=1e-3,
-            in_paper=False,
-            optimizer=AdamW(weight_decay=0.01, warm_up=WARM_UP),
-            initial_deviation=0.02,
+            **_MODERN,
+            optimizer=_DECAYING,
         ),
         Task(
             name="recsys",
@@ -662,25 +599,10 @@ TASKS |= {
 
 GPT2_VOCABULARY, GPT2_POSITIONS, E2E_TOKENS = 50_257, 1024, 100
 """GPT-2's word pieces and positions; how many tokens of them a text of E2E has in the paper on book-keeping."""
-LLAMA_1B = {
-    "blocks": 16,
-    "dim": 2048,
-    "heads": 32,
-    "kv_heads": 8,
-    "hidden": 8192,
-    "vocabulary": 128_256,
-}
+LLAMA_1B = {"blocks": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocabulary": 128_256}
 LLAMA_ROTARY = 500_000.0
-ROBERTA_LARGE = {
-    "blocks": 24,
-    "dim": 1024,
-    "heads": 16,
-    "hidden": 4096,
-    "vocabulary": 50_265,
-    "positions": 514,
-    "classes": 2,
-    "kinds": 1,
-}
+ROBERTA_LARGE = {"blocks": 24, "dim": 1024, "heads": 16, "hidden": 4096, "vocabulary": 50_265, "positions": 514}
+ROBERTA_LARGE |= {"classes": 2, "kinds": 1}
 LARGE_CLICK_ROWS = (2_000_000,) * 26
 
 
