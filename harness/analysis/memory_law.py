@@ -85,13 +85,7 @@ def opacus_private(b: int, C: float, L: float) -> float:
 
 
 def dpcore_private(
-    b: int,
-    C: float,
-    L: float,
-    m: int,
-    output: float = 0.0,
-    kept: float = 0.0,
-    apart: float = 0.0,
+    b: int, C: float, L: float, m: int, output: float = 0.0, kept: float = 0.0, apart: float = 0.0
 ) -> float:
     """bC - (b - m) output + 2L + m kept + apart, what dpcore's engine holds with physical micro-batches of ``m``.
 

@@ -100,9 +100,7 @@ def standings(tables: Tables) -> Mapping[Place, Standing]:
     """
     prices = {
         (*(getattr(row, column) for column in (*PLACE, "batch_size")), row.contestant): Paired(
-            row.baseline,
-            Comparison(row.ratio, row.low, row.high, row.n, None, False, None),
-            bool(row.disturbed),
+            row.baseline, Comparison(row.ratio, row.low, row.high, row.n, None, False, None), bool(row.disturbed)
         )
         for row in rows_of(tables.ratios)
     }

@@ -31,9 +31,7 @@ def sampler_checks(batches: list[np.ndarray] | None = None) -> list[dict]:
         _check("sampler: no row twice in a batch", Score(repeated, 0.0, f"{repeated} rows repeated")),
         _check(
             "sampler: batch sizes are binomial",
-            gate_noise.largest(
-                {"mean": gate_noise.mean_score(sizes), "spread": gate_noise.spread_score(sizes)},
-            ),
+            gate_noise.largest({"mean": gate_noise.mean_score(sizes), "spread": gate_noise.spread_score(sizes)}),
         ),
         _check(
             "sampler: every row at rate q",
