@@ -39,7 +39,7 @@ class Size:
 # classes were cut and what compares it with Opacus became a proof. Frameworks by 127 for
 # jaxdpopt, tests by 271 for what people ask for and how verbs start. The room of Opacus' names is counted apart.
 LIMITS = {
-    "harness": Size(lines=36_727, long_classes=3, long_files=8),
+    "harness": Size(lines=36_836, long_classes=0, long_files=5),
     "dpcore": Size(lines=28_124, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_953, long_classes=0, long_files=0),

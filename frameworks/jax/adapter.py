@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from frameworks._shared.jax import models as jax_models
 from frameworks._shared.jax import optimizers
@@ -31,8 +32,7 @@ of the line with ``|=``, and ``llama-full``, are by analogy, not tuned."""
 
 MICRO_BATCH |= {"small-gpt2": 2, "small-llama": 2, "small-vit": 4}  # so that the gate judges pieces without DP, too
 
-WHOLE_BATCH = {"cifar10-cnn": 128, "vit": 0, "small-vit": 0}
-WHOLE_BATCH_ELSEWHERE = 640
+WHOLE_BATCH, WHOLE_BATCH_ELSEWHERE = {"cifar10-cnn": 128, "vit": 0, "small-vit": 0}, 640
 """Without DP, a batch of images up to this size is convolved whole on a CPU: XLA's own kernel is the fastest until what
 it leaves behind outgrows the caches. Never a transformer's, whose patches are the least of its work."""
 
@@ -56,12 +56,8 @@ class Formulation:
     vmap: bool = True
 
 
-TEXTBOOK = {
-    "textbook": Formulation(),
-    "unrolled": Formulation(model=Form(unroll=True)),
-    "no-jit": Formulation(),
-    "no-vmap": Formulation(micro_batch=1, vmap=False),
-}
+TEXTBOOK = {"textbook": Formulation(), "unrolled": Formulation(model=Form(unroll=True)), "no-jit": Formulation()}
+TEXTBOOK |= {"no-vmap": Formulation(micro_batch=1, vmap=False)}
 
 
 def formulation(variant: str, task: Task, platform: str, size: int) -> Formulation:
@@ -135,12 +131,16 @@ def _update(task: Task, form: Formulation, private: bool) -> Update:
     return update
 
 
+SMALL = 2**14  # values of a tensor up to which its noise is drawn with that of others: XLA compiles every draw anew
+
+
 def _add_noise(total: Tree, deviation: jax.Array, key: jax.Array) -> Tree:
-    keys = jax.random.split(key, len(total))
-    return {
-        name: value + deviation * jax.random.normal(k, value.shape)
-        for (name, value), k in zip(total.items(), keys, strict=True)
-    }
+    large = {name: value for name, value in total.items() if value.size > SMALL}
+    flat, apart = ravel_pytree({name: value for name, value in total.items() if name not in large})
+    first, *keys = jax.random.split(key, 1 + len(large))
+    noise = {name: jax.random.normal(k, value.shape) for (name, value), k in zip(large.items(), keys, strict=True)}
+    noise |= apart(jax.random.normal(first, flat.shape))
+    return {name: value + deviation * noise[name] for name, value in total.items()}
 
 
 def _sum(task: Task, form: Formulation):

@@ -9,6 +9,9 @@ import math
 from functools import lru_cache
 
 from harness.errors import BadInput
+from harness.store.record import Cell, Epsilon
+from harness.tasks import TASKS
+from harness.worker.result import Result
 
 
 @lru_cache
@@ -64,3 +67,18 @@ def epsilon_as_of_2017(sample_rate: float, noise_multiplier: float, steps: int, 
     )
     found = (r - math.log(delta) / (order - 1) for order, r in zip(accountant.orders, accountant.rdp, strict=True))
     return float(min(found))
+
+
+def of_epochs(cell: Cell, result: Result, sampling: str, sigma: float, delta: float) -> Epsilon | None:
+    """Return ε of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
+    steps = result.epsilon_steps
+    if not cell.private or sampling != "poisson" or steps is None or not available():
+        return None
+    rdp, pld = epsilons(cell.batch_size / TASKS[cell.task].train_size, sigma, steps, delta)
+    own = result.epsilon_own
+    return Epsilon(delta=delta, steps=steps, rdp=_finite(rdp), pld=_finite(pld), own=_finite(own))
+
+
+def _finite(value: float | None) -> float | None:
+    """Return the number; None for infinity (no noise, no privacy), which JSON cannot carry."""
+    return value if value is not None and math.isfinite(value) else None

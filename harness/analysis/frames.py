@@ -6,7 +6,6 @@ of the table* is a task on genuine or on synthetic data; a *cell* is one contest
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections import Counter, namedtuple
@@ -182,10 +181,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
         state, reason = admitted(r)
         table.append(
             {
-                "machine": labels[where.key],
-                "device": r.cell.device,
-                "protocol": r.cell.protocol,
-                "isolation": r.cell.isolation,
+                **section_of(r, labels[where.key]),
                 "task": r.cell.task,
                 "precision": r.precision,
                 "synthetic": r.data.synthetic if r.data else None,
@@ -207,13 +203,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "run": r.block.run,
                 "round": r.block.round,
                 "order": r.block.order,
-                "moment": where.moment,
-                "started": r.started,
-                "when": r.when,
-                "commit": r.source.commit,
-                "dirty": r.source.dirty,
-                "code": where.code,
-                "cell": r.cell.name,
+                **origin_of(r),
             }
         )
     # Words as plain objects: pandas' own strings take several times as long to compare and to walk through.
@@ -225,6 +215,17 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
     _reject_whole_cells(frame)
     frame["superseded"] = _superseded(frame)
     return frame
+
+
+def section_of(r: Record, machine: str) -> dict[str, Any]:
+    """Return the columns of SECTION."""
+    return dict(zip(SECTION, (machine, r.cell.device, r.cell.protocol, r.cell.isolation), strict=True))
+
+
+def origin_of(r: Record) -> dict[str, Any]:
+    """Return the columns that say when a record was made, of which code and for which cell."""
+    made = {"moment": surroundings.of(r).moment, "started": r.started, "when": r.when, "commit": r.source.commit}
+    return {**made, "dirty": r.source.dirty, "code": surroundings.of(r).code, "cell": r.cell.name}
 
 
 REPLAYED = 1e-2
@@ -675,14 +676,6 @@ def versions(current: pd.DataFrame, records: Sequence[Record], order: Sequence[s
 
 def published() -> pd.DataFrame:
     """Return the paper's Table 1: task, paper_row, batch_size, seconds (median of 20 epochs)."""
-    with (ROOT / "results" / "paper" / "e2e_runtime.csv").open(newline="") as file:
-        rows = [
-            {
-                "task": line["task"],
-                "paper_row": line["framework"],
-                "batch_size": int(line["batch_size"]),
-                "seconds": float(line["median_epoch_seconds"]),
-            }
-            for line in csv.DictReader(file)
-        ]
-    return pd.DataFrame(rows)
+    names = {"task": "task", "framework": "paper_row", "batch_size": "batch_size", "median_epoch_seconds": "seconds"}
+    frame = pd.read_csv(ROOT / "results" / "paper" / "e2e_runtime.csv", float_precision="round_trip")
+    return frame[list(names)].rename(columns=names)

@@ -17,10 +17,9 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis import naming, stats
-from harness.analysis.frames import PAIRING, SECTION, UNGATED, UNGATED_REASON, Process, grouped
+from harness.analysis.frames import PAIRING, SECTION, UNGATED, UNGATED_REASON, Process, grouped, origin_of, section_of
 from harness.layers import LAYERS
 from harness.paths import ROOT
-from harness.store import surroundings
 from harness.store.record import Record
 
 PLACE = [*SECTION, "layer", "batch_size"]
@@ -53,14 +52,8 @@ def build(records: Sequence[Record]) -> LayerTables | None:
         return None
     old = _superseded(everything)
     raw = everything[~old].reset_index(drop=True)
-    summary = cells(raw)
     order = _contestants(raw)
-    position = {pair: i for i, pair in enumerate(order)}
-    rank = {name: i for i, name in enumerate(LAYERS)}
-    summary["_layer"] = summary.layer.map(rank).fillna(len(rank))
-    summary["_order"] = [position[pair] for pair in zip(summary.contestant, summary.passes, strict=True)]
-    keys = [*SECTION, "_layer", "batch_size", "_order"]
-    summary = summary.sort_values(keys, kind="stable").drop(columns=["_layer", "_order"]).reset_index(drop=True)
+    summary = _arranged(cells(raw), order)
     return LayerTables(raw, summary, factors(raw, summary), spread(raw, order), everything[old], order)
 
 
@@ -94,17 +87,13 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
     for r in records:
         assert r.layer is not None
         state, reason = _admitted(r)
-        where = surroundings.of(r)
         seconds = r.layer.pass_seconds if state == "ok" else []
         parts = r.layer.parts if state == "ok" else None
         if parts is not None and not parts.peak:
             parts = None  # every layer has inputs: an allocator that saw no byte of them counted nothing
         rows.append(
             {
-                "machine": naming.machine_label(r.machine),
-                "device": r.cell.device,
-                "protocol": r.cell.protocol,
-                "isolation": r.cell.isolation,
+                **section_of(r, naming.machine_label(r.machine)),
                 "layer": r.cell.layer,
                 "paper_row": r.layer.paper_row,
                 "kind": r.layer.kind,
@@ -132,13 +121,7 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
                 "disturbed": bool(r.load and r.load.disturbed),
                 "run": r.block.run,
                 "round": r.block.round,
-                "moment": where.moment,
-                "started": r.started,
-                "when": r.when,
-                "commit": r.source.commit,
-                "dirty": r.source.dirty,
-                "code": where.code,
-                "cell": r.cell.name,
+                **origin_of(r),
             }
         )
     return pd.DataFrame(rows)
@@ -303,17 +286,19 @@ def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
                     "disturbed": sum(p["disturbed"] for p in group if not math.isnan(p["median_ms"])),
                 }
             )
-    rank = {name: i for i, name in enumerate(LAYERS)}
+    return _arranged(pd.DataFrame(rows), order)
+
+
+def _arranged(frame: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """Return rows of cells in the order of a report."""
+    if frame.empty:
+        return frame
     position = {pair: i for i, pair in enumerate(order)}
-    rows.sort(
-        key=lambda r: (
-            tuple(str(r[c]) for c in SECTION),
-            rank.get(str(r["layer"]), len(rank)),
-            r["batch_size"],
-            position[str(r["contestant"]), str(r["passes"])],
-        )
-    )
-    return pd.DataFrame(rows)
+    rank = {name: i for i, name in enumerate(LAYERS)}
+    places = [position[pair] for pair in zip(frame.contestant, frame.passes, strict=True)]
+    keys = frame[[*SECTION, "batch_size"]].assign(layer=frame.layer.map(rank).fillna(len(rank)), order=places)
+    keys = keys.sort_values([*SECTION, "layer", "batch_size", "order"], kind="stable")
+    return frame.loc[keys.index].reset_index(drop=True)
 
 
 def _spread(values: Sequence[float]) -> float:

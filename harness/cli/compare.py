@@ -15,8 +15,8 @@ from harness.paths import LOCAL_RESULTS
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from harness.compare.options import ComparisonOptions
     from harness.compare.record import Comparison
-    from harness.compare.run import ComparisonOptions
     from harness.compare.sides import Side
 
 Threshold = Annotated[float, typer.Option(help="Slowdown from which an alert is raised.", metavar="FRACTION")]
@@ -176,7 +176,7 @@ def compare(
 def _options(both: tuple[Side, Side], **asked: Any) -> ComparisonOptions:
     """Return the options, with lists read from text and the defaults that depend on the sides."""
     from harness.cli.options import integers, names_of
-    from harness.compare import run as comparison
+    from harness.compare import options as comparison
 
     names = {key: names_of(asked.pop(key)) for key in ("layers", "tasks", "frameworks", "passes")}
     sizes = integers(asked.pop("batch_sizes"), "--batch-sizes")

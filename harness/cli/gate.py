@@ -25,7 +25,7 @@ from harness.plan import registry
 from harness.plan.registry import Contestant
 from harness.store.record import GateCheck
 from harness.tasks import GATE_TASKS, PAPER_TASKS, TASKS
-from harness.worker.gate.checks import FINDING
+from harness.worker.gate.check import FINDING
 
 MUTANTS = "mutants"
 EXACT = f"{MUTANTS}-exact"
@@ -104,9 +104,9 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     executor = backend.executor(contestant, progress.log)
     if isinstance(executor, Unavailable):
         return Verdict("crashed", executor.reason, nothing, {})
-    bounds = Limits(memory_limit.default_limit(), admission.TIMEOUT_SECONDS)
+    limits = Limits(memory_limit.default_limit(), admission.TIMEOUT_SECONDS)
     cores = threads or default_threads()
-    return admission.judge(contestant, task, executor, bounds, device, cores, progress.log, backend.run_tool, fresh)
+    return admission.judge(contestant, task, executor, limits, device, cores, progress.log, backend.run_tool, fresh)
 
 
 @dataclass(frozen=True)

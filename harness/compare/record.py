@@ -25,6 +25,7 @@ SCHEMA = 1
 
 Verdict = Literal["wrong", "repaired", "slower", "faster", "equivalent", "ambiguous", "failed", "not compared"]
 Role = Literal["base", "head"]
+Change = Literal["grown", "shrunk", "same", "not judged"]
 ROLES: tuple[Role, Role] = ("base", "head")
 
 SPARE_BYTES = 64 * 2**10
@@ -134,7 +135,7 @@ class Memory(_Model):
     base: int
     head: int
     tolerance: int
-    change: Literal["grown", "shrunk", "same", "not judged"]
+    change: Change
     exact: bool
     proven: bool
 
@@ -327,18 +328,14 @@ def memory_of(processes: MemoryPair | None, exact: bool) -> Memory | None:
     if not base or not head:
         return None
     tolerance = tolerance_of(base[0])
-    change = "grown" if min(head) > max(base) + tolerance else "shrunk" if max(head) < min(base) - tolerance else "same"
+    change: Change = "same"
+    if min(head) > max(base) + tolerance:
+        change = "grown"
+    elif max(head) < min(base) - tolerance:
+        change = "shrunk"
     proven = exact and len(base) > 1 and len(head) > 1 and change != "same"
-    return Memory.model_validate(
-        {
-            "base": base[0],
-            "head": head[0],
-            "tolerance": tolerance,
-            "change": change if exact else "not judged",
-            "exact": exact,
-            "proven": proven,
-        }
-    )
+    change = change if exact else "not judged"
+    return Memory(base=base[0], head=head[0], tolerance=tolerance, change=change, exact=exact, proven=proven)
 
 
 def memory_fault(processes: MemoryPair | None) -> str | None:

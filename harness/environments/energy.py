@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any, Protocol
 
 from harness.environments.unavailable import Unavailable
-from harness.store.record import GPU
+from harness.store.record import GPU, Energy
 from harness.worker.clock import DISTURBED_SHARE, ForeignLoad
+from harness.worker.result import Result
 
 IDLE_SECONDS = 3.0
 LOOK_SECONDS = 5e-3
@@ -161,3 +162,13 @@ class Meter:
             "stretches": self.stretches,
             "unavailable": dict(self.faults),
         }
+
+
+def energy_of(result: Result, idle: Idle) -> Energy | None:
+    """Return the energy of a process, beside what the idle machine takes."""
+    if result.energy is None:
+        return None
+    said = Energy(**result.energy, idle_watts=dict(idle.watts), step_seconds=dict(idle.step_seconds))
+    if idle.reason is None:
+        return said
+    return said.model_copy(update={"unavailable": dict.fromkeys(said.joules, idle.reason) | said.unavailable})

@@ -33,7 +33,7 @@ from harness.store import cache
 MARKER = "dpbench.json"
 
 
-class EnvironmentFault(Exception):
+class EnvironmentFault(executor.ToolFault):
     """An environment that could not be built; the message is the reason of the ``unsupported`` records."""
 
 

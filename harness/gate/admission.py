@@ -16,7 +16,6 @@ from harness.data import store
 from harness.environments import variables
 from harness.environments.backend import Log, Output, RunTool
 from harness.environments.executor import Executor, Limits, ToolFault
-from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.paths import ROOT
 from harness.plan.registry import Contestant, code_files
@@ -24,7 +23,7 @@ from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
 from harness.tasks import SMALL_GATE, definition_hash, known_task
 from harness.worker import machine
-from harness.worker.gate.checks import RAISED
+from harness.worker.gate.check import RAISED
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 from harness.worker.sampling import steps_per_epoch
@@ -62,6 +61,12 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return self.state == "ok" and self.gate.passed
+
+    def result(self) -> Result:
+        """Return it as that of a process, which a failed check makes ``rejected``."""
+        state: State = "rejected" if self.state == "ok" and not self.gate.passed else self.state
+        reason = self.reason or failures(self.gate) or None
+        return Result(state, reason, versions=self.versions, log_tail=self.log_tail)
 
 
 def key_of(
@@ -151,7 +156,7 @@ def judge(
         log(f"The remembered verdict {path} is damaged, or another hand has written it; the gate judges anew.")
     try:
         truth = reference(task, log, run_tool)
-    except (EnvironmentFault, ToolFault) as fault:
+    except ToolFault as fault:
         nothing = Gate(passed=False, key=key, checks=[])
         return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
     rows = known_task(task).train_size
@@ -185,7 +190,8 @@ def judge(
         reference=str(truth),
         budget=budget,
     )
-    result = executor.run(request, limits, lambda event: None)
+    longest = min(TIMEOUT_SECONDS, limits.timeout_seconds)
+    result = executor.run(request, replace(limits, timeout_seconds=longest), lambda event: None)
     verdict = _verdict(result, key, twin)
     if verdict.state == "ok":
         content = result.to_json()

@@ -146,7 +146,7 @@ class GpuRun:
         folder = RunFolder(self.work / "frontier")
         made = FrontierRun(options, search, budget, contestants, folder, command, self.backend)
         assert self.e2e is not None
-        made.verdicts = self.e2e.verdicts  # judged when their tasks' times were due
+        made.gates.verdicts = self.e2e.gates.verdicts  # judged when their tasks' times were due
         return made
 
     def _devices(self) -> list[dict[str, object]]:
@@ -225,12 +225,12 @@ class GpuRun:
         }
         # The references of the tasks of today take long: what is more important does not wait for them.
         self._side_by_side(self._references([task for _, task in pairs], progress), len(os.sched_getaffinity(0)))
-        unjudged = [job for pair, job in pairs.items() if self.e2e is not None and pair not in self.e2e.verdicts]
+        unjudged = [job for pair, job in pairs.items() if self.e2e is not None and pair not in self.e2e.gates.verdicts]
         self._side_by_side([lambda job=job: self._judge(job, progress) for job in unjudged], self.slots)  # type: ignore[misc]
         for job in unjudged if self.slots > 1 else []:
             # Its neighbours may be the reason: alone, it gets another chance.
             assert self.e2e is not None
-            verdict = self.e2e.verdicts[job.contestant.name, job.cell.task]
+            verdict = self.e2e.gates.of(job)
             declared = job.contestant.variant.why_rejected(job.cell.task)
             if not verdict.passed and verdict.state != "unsupported" and not verdict.cached and not declared:
                 self._judge(job, progress, fresh=True)

@@ -9,7 +9,6 @@ from typing import Any
 from harness.environments.backend import Argument, Backend, Input, Log, Output, RunTool, last_json
 from harness.environments.executor import ToolFault
 from harness.environments.unavailable import Unavailable
-from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.layers import LAYERS
@@ -56,8 +55,6 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
             )
 
     def description(self) -> dict[str, Any]:
-        """Return what all records of the folder have in common: options, code, machine. A resumed run must have the
-        same."""
         return {
             **self.backend.describe(),
             "options": asdict(self.options),
@@ -67,19 +64,14 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         }
 
     def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:
-        """Return the hashes of the code and of the environment."""
         return contestant.code_hash, self.backend.environment_id(contestant.framework)
 
     def prepare(self, log: Log) -> None:
         """Environments and references. Without one, its cells are ``unsupported`` (``crashed`` without a reference)."""
         for c in self.contestants:
             self.executors[c.name] = self.backend.executor(c, log, WORKER)
-        try:
-            self.references = ensure_references(self.options.layers, log, self.backend.run_tool)
-            self.watched.add(self.references.values())
-        except (EnvironmentFault, ToolFault) as fault:
-            self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
-            log(self.reference_fault)
+        self.references, self.reference_fault = references(self.options.layers, log, self.backend.run_tool)
+        self.watched.add(self.references.values())
 
     def _begin(self, progress: Progress) -> None:
         self.prepare(progress.log)
@@ -104,7 +96,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         try:
             measured = result.layer or Layer()
             check = self.last_pass(request, (len(measured.pass_seconds) - 1) % measured.batches, log)
-        except (EnvironmentFault, ToolFault) as fault:
+        except ToolFault as fault:
             reason = f"the float64 reference of the last pass could not be made: {fault}"
             return replace(result, state="crashed", reason=reason)
         finally:
@@ -118,7 +110,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
     def last_pass(self, request: LayerRequest, number: int, log: Log) -> Check:
         """Return what :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
 
-        Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
+        Raises :class:`ToolFault` where it cannot be asked.
         """
         assert request.left is not None
         arguments: list[Argument] = ["--layers", request.layer, "--left", Input(Path(request.left))]
@@ -196,6 +188,16 @@ def _predictions(record: Record) -> Layer | None:
     if record.layer is None:
         return None
     return Layer(predicted_seconds=record.layer.predicted_seconds, predicted_bytes=record.layer.predicted_bytes)
+
+
+def references(names: tuple[str, ...], log: Log, run_tool: RunTool) -> tuple[dict[str, Path], str | None]:
+    """Return :func:`ensure_references`, or why there are none."""
+    try:
+        return ensure_references(names, log, run_tool), None
+    except ToolFault as fault:
+        reason = f"the float64 references of the layers could not be made: {fault}"
+        log(reason)
+        return {}, reason
 
 
 def ensure_references(names: tuple[str, ...], log: Log, run_tool: RunTool) -> dict[str, Path]:

@@ -82,12 +82,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     jobs: Sequence[AJob]
 
     def __init__(
-        self,
-        options: AnOptions,
-        contestants: list[AContestant],
-        folder: RunFolder,
-        command: str,
-        backend: Backend,
+        self, options: AnOptions, contestants: list[AContestant], folder: RunFolder, command: str, backend: Backend
     ) -> None:
         self.options = options
         self.contestants = contestants

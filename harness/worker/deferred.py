@@ -82,11 +82,7 @@ class Stretches:
         self.line.ask("finish", weights=hash_of(self.weights))
 
     def time(
-        self,
-        work: Callable[[int], tuple[float, Any]],
-        epoch: int,
-        done: int = 0,
-        stop_within: float | None = None,
+        self, work: Callable[[int], tuple[float, Any]], epoch: int, done: int = 0, stop_within: float | None = None
     ) -> tuple[float, Any]:
         """``work``, given the number that the order of the steps from ``done`` on follows from, gives seconds and
         something more. The weights are read after it. ``stop_within``: the referee may ask it to stop at any moment

@@ -35,13 +35,7 @@ from harness.worker.batches import (
 from harness.worker.clock import Batch, timed_until
 from harness.worker.deferred import Stretches, fault_of
 from harness.worker.line import Line, Remote
-from harness.worker.measurement import (
-    FIRST_STEP_COUNTS_BELOW,
-    SETTLING_STEPS,
-    Measurement,
-    own_epsilon,
-    turn_length,
-)
+from harness.worker.measurement import FIRST_STEP_COUNTS_BELOW, SETTLING_STEPS, Measurement, own_epsilon, turn_length
 from harness.worker.own_loop import measure_own_loop, measure_own_memory
 from harness.worker.process import Emit, die_with_parent, events, load_create, pin, save_weights, versions
 from harness.worker.replay import replay
@@ -206,7 +200,7 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
 
 def run_gate(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     """The admission gate of this adapter on this task; needs no data set."""
-    from harness.worker.gate.checks import run_gate as checks_of
+    from harness.worker.gate.checks import checks as checks_of
 
     emit({"event": "phase", "phase": "gate"})
     create = load_create(Path(request.folder, "adapter.py"))

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,37 +96,22 @@ def batches_of(layer: Layer, batch_size: int) -> int:
 # ---- memory
 
 
-@dataclass(frozen=True)
-class Parts:
-    """See :class:`harness.store.record.LayerParts`."""
-
-    input: int
-    labels: int
-    module: int
-    gradients: int
-    peak: int
-    baseline: int
-    unexplained: int
-
-    @property
-    def intermediate(self) -> int:
-        return self.peak - self.input - self.labels - self.module - self.gradients
-
-    @property
-    def fault(self) -> str | None:
-        """Why these figures are void, or None."""
-        room = UNEXPLAINED_BYTES + UNEXPLAINED_SHARE * self.peak
-        if abs(self.unexplained) > room:
-            return (
-                f"the parts do not add up: {self.unexplained} bytes more are alive after a pass than input, labels, "
-                f"module and gradients (limit {room:.0f})."
-            )
-        if self.intermediate < 0:
-            return f"the parts do not add up: they exceed the peak by {-self.intermediate} bytes."
-        return None
+def fault_of(parts: LayerParts) -> str | None:
+    """Return why these figures are void, or None."""
+    room = UNEXPLAINED_BYTES + UNEXPLAINED_SHARE * parts.peak
+    if parts.unexplained is not None and abs(parts.unexplained) > room:
+        return (
+            f"the parts do not add up: {parts.unexplained} bytes more are alive after a pass than input, labels, "
+            f"module and gradients (limit {room:.0f})."
+        )
+    if parts.intermediate < 0:
+        return f"the parts do not add up: they exceed the peak by {-parts.intermediate} bytes."
+    return None
 
 
-def count_parts(create: Create, layer: Layer, request: LayerRequest, batch_size: int) -> tuple[Parts, LayerAdapter]:
+def count_parts(
+    create: Create, layer: Layer, request: LayerRequest, batch_size: int
+) -> tuple[LayerParts, LayerAdapter]:
     """The bytes of one batch, piece by piece, in the order in which they are allocated; the peak is that of the first
     two passes (the second is the first that finds old gradients)."""
     adapter = create()
@@ -141,13 +126,16 @@ def count_parts(create: Create, layer: Layer, request: LayerRequest, batch_size:
     passes = [adapter.count_pass(0), adapter.count_pass(0)]
     level = placed.delta + labelled.delta + built.delta
     left = sum(p.delta for p in passes)
-    parts = Parts(
+    peak = max(_highest(level, passes), level + left)
+    parts = LayerParts(
         input=placed.delta,
         labels=labelled.delta,
         module=built.delta,
         gradients=left,
-        peak=max(_highest(level, passes), level + left),
+        intermediate=peak - level - left,
+        peak=peak,
         baseline=baseline,
+        instrument=adapter.instrument,
         unexplained=adapter.allocated() - baseline - level - left,
     )
     return parts, adapter
@@ -206,24 +194,11 @@ def measure_memory(create: Create, layer: Layer, request: LayerRequest) -> Resul
     shapes = layer_gate.batch_dimension(layer, setting_of(request, request.batch_size), adapter.gradient_shapes())
     result = Result(
         "ok",
-        layer=Measured(
-            parts=LayerParts(
-                input=parts.input,
-                labels=parts.labels,
-                module=parts.module,
-                gradients=parts.gradients,
-                intermediate=parts.intermediate,
-                peak=parts.peak,
-                baseline=parts.baseline,
-                instrument=adapter.instrument,
-                unexplained=parts.unexplained,
-            ),
-            plan=dict(adapter.plan()),
-        ),
+        layer=Measured(parts=parts, plan=dict(adapter.plan())),
         memory={f"{request.device}_peak_allocated": parts.peak},
         checks=[Check(**shapes)],
     )
-    if reason := parts.fault or (None if shapes["passed"] else f"{shapes['check']}: {shapes['detail']}"):
+    if reason := fault_of(parts) or (None if shapes["passed"] else f"{shapes['check']}: {shapes['detail']}"):
         return replace(result, state="rejected", reason=reason)
     return result
 

@@ -41,11 +41,7 @@ def window(task: Task, batch_size: int, steps: int) -> int:
 
 
 def replay(
-    m: Measurement,
-    batches: list[Batch],
-    halt: int,
-    halted: Mapping[str, np.ndarray],
-    ended: Mapping[str, np.ndarray],
+    m: Measurement, batches: list[Batch], halt: int, halted: Mapping[str, np.ndarray], ended: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """All timed steps again, untimed, the weights read after every one, and some steps of them in detail: consecutive
     ones, drawn as it goes on, so that no step knows whether it is among them, the one at the halt and the last one.

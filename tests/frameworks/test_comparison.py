@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from harness.compare.run import ComparisonOptions
+from harness.compare.options import ComparisonOptions
 from tests.planted.__main__ import compare
 
 pytestmark = pytest.mark.frameworks

@@ -18,9 +18,10 @@ from rich.console import Console
 from harness.cli.options import integers, names_of
 from harness.compare import record as compare_record
 from harness.compare import sides
+from harness.compare.options import ComparisonOptions
 from harness.compare.record import Comparison
 from harness.compare.report import summary as sentence
-from harness.compare.run import ComparisonOptions, ComparisonRun
+from harness.compare.run import ComparisonRun
 from harness.errors import BadInput
 from harness.run.progress import Progress
 from harness.store import cache

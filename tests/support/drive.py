@@ -22,9 +22,8 @@ from harness.environments import unpinned, venv  # noqa: E402
 from harness.gate import admission  # noqa: E402
 from harness.gate.admission import Verdict  # noqa: E402
 from harness.plan import e2e as plan  # noqa: E402
-from harness.run import e2e as run  # noqa: E402
 from harness.run import layers as layer_run  # noqa: E402
-from harness.run import peaks  # noqa: E402
+from harness.run import peaks, replays  # noqa: E402
 from harness.store import cache  # noqa: E402
 from harness.store.record import Gate  # noqa: E402
 from harness.worker import machine, speed_probe  # noqa: E402
@@ -60,13 +59,13 @@ def _remembered(epsilons: Callable[..., tuple[float, float]]) -> Callable[..., t
     return answer
 
 
-def _step_reference(itself: run.Run, request: Request, checked: Path, log: object) -> dict[str, object]:
+def _step_reference(backend: object, request: Request, log: object) -> dict[str, object]:
     """The phantoms train nothing that could be right; the cheats are looked at in numpy."""
     if Path(request.folder).name != "cheat":
         return {"update_error": 0.0, "update_limit": 1.0}
     from tests.support import gate_numpy
 
-    return gate_numpy.step_reference(request, checked)
+    return gate_numpy.step_reference(request, Path(str(request.checked)))
 
 
 def _last_pass(itself: layer_run.LayerRun, request: LayerRequest, number: int, log: object) -> Check:
@@ -83,7 +82,7 @@ def install() -> None:
     layer_run.ensure_references = _layer_references
     admission.reference = lambda task, *rest: Path()
     unpinned.REFERENCES = ()
-    run.Run.step_reference = _step_reference
+    replays.step_reference = _step_reference
     # The preset's half a second is a hundred epochs of a fake, and every step of them is replayed.
     plan.PRESETS["smoke"] = replace(plan.PRESETS["smoke"], budget_seconds=0.01)
     if "DRIVE_WITH_GPU" in os.environ:

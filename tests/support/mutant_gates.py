@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from frameworks._tools import reference
 from harness.contract import Setting
 from harness.plan import registry
 from harness.tasks import GATE_TASKS, known_task
-from harness.worker.gate.checks import run_gate
+from harness.worker.gate.checks import checks
 from tests.mutants.adapter import create
 
 TASK = {"embedding-off": "imdb-embedding", "drops-recurrent": "imdb-lstm"}
@@ -54,7 +55,8 @@ def main(out: Path, names: list[str]) -> None:
             optimizer=task.optimizer,
         )
         start = time.perf_counter()
-        found[name] = run_gate(lambda: create(name), task, setting, variant.static_shapes, known[task.name], BUDGET)  # noqa: B023
+        truth, is_static = known[task.name], variant.static_shapes
+        found[name] = list(checks(partial(create, name), task, setting, is_static, truth, BUDGET))
         print(f"{name} {time.perf_counter() - start:.1f} s", file=sys.stderr)
     out.write_text(json.dumps(found))
 

@@ -9,8 +9,9 @@ import subprocess
 from pathlib import Path
 
 from harness.compare import sides
+from harness.compare.options import ComparisonOptions
 from harness.compare.record import Comparison
-from harness.compare.run import ComparisonOptions, ComparisonRun
+from harness.compare.run import ComparisonRun
 from harness.store.folder import RunFolder
 from tests.support.phantom_layer import PHANTOM
 

@@ -9,7 +9,6 @@ the steps after the warm-up come by meanwhile. Standard library and numpy only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -17,10 +16,8 @@ from harness.contract import Setting
 from harness.optimizer import AdamW
 from harness.tasks import Task
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate.driver import Driver
 from harness.worker.gate.noise import Score
-
-Driver = Any
-"""The gate's own, whose module imports this one."""
 
 CHECK = "update: the task's own AdamW"
 STEPS = (43, 130)
@@ -94,7 +91,7 @@ def adamw(setting: Setting, weights: np.ndarray, gradients: list[np.ndarray]) ->
 
 def _batches(driver: Driver, steps: int, real: set[int]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     zero = gate_cases.zero_gradient_rows(driver.task)
-    some = driver.case("some clipped").batches[0]
+    some = driver.cases["some clipped"].batches[0]
     found = []
     for t in range(steps):
         rows, repeats = (zero if t % 8 == 1 else zero[:0]), 1

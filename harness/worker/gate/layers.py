@@ -7,21 +7,20 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from harness import layers
 from harness.layer_contract import LayerAdapter, LayerSetting
 from harness.layers import Arrays, Layer
+from harness.worker.gate.check import Check
+from harness.worker.gate.check import check as line
 
 EXAMPLES = 4
 SEED = 2021
 TOLERANCE = 1e-4
 """Relative L2 error over all parameters. Float32 sums of up to a million terms stay below 1e-5; a dropped example, a
 wrong factor or a mixed-up time axis shows as more than 1e-2."""
-
-Check = dict[str, Any]
 
 
 def checked_batch(layer: Layer) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -127,15 +126,15 @@ def check(create: Callable[[], LayerAdapter], layer: Layer, setting: LayerSettin
     expected = {name: (EXAMPLES, *shape) if per_sample else shape for name, shape in layer.parameters.items()}
     shapes = {name: tuple(value.shape) for name, value in found.items()}
     if shapes != expected:
-        return [_line("shapes", math.inf, 0.0, f"{shapes} instead of {expected}")]
+        return [line("shapes", math.inf, 0.0, f"{shapes} instead of {expected}")]
     if per_sample:
         worst = max(
             _relative({name: found[name][row] for name in found}, reference.example(row)) for row in range(EXAMPLES)
         )
-        return [_line(NAMES[setting.passes], worst, TOLERANCE, "worst example, relative L2 over all parameters")]
+        return [line(NAMES[setting.passes], worst, TOLERANCE, "worst example, relative L2 over all parameters")]
     clipped = setting.passes == "clipped"
     error = _relative(found, reference.total(bound if clipped else None))
-    return [_line(NAMES[setting.passes], error, TOLERANCE, "relative L2 over all parameters")]
+    return [line(NAMES[setting.passes], error, TOLERANCE, "relative L2 over all parameters")]
 
 
 def _relative(found: Arrays, truth: Arrays) -> float:
@@ -145,17 +144,6 @@ def _relative(found: Arrays, truth: Arrays) -> float:
         apart += float(difference @ difference)
         size += float(value @ value)
     return math.sqrt(apart / size) if size else math.sqrt(apart)
-
-
-def _line(name: str, error: float, limit: float, detail: str) -> Check:
-    passed = error <= limit
-    return {
-        "check": name,
-        "error": error if math.isfinite(error) else None,
-        "limit": limit,
-        "passed": passed,
-        "detail": detail,
-    }
 
 
 LAST_PASS = "last-timed-pass"
@@ -192,11 +180,11 @@ def last_pass(layer: Layer, passes: str, left: Arrays, examples: Iterable[Arrays
         found = {name: left[f"gradient/{name}"] for name in layer.parameters}
         worst = _relative(found, {name: value.reshape(-1) for name, value in sums.items()})
     detail = f"relative L2 error over {count} examples of the measured batch"
-    return _line(LAST_PASS, worst, TOLERANCE, detail)
+    return line(LAST_PASS, worst, TOLERANCE, detail)
 
 
 def batch_dimension(layer: Layer, setting: LayerSetting, shapes: Mapping[str, tuple[int, ...]]) -> Check:
     """On the measured batch itself: every per-sample gradient has one entry per example, every sum none."""
     lead = (setting.batch_size,) if setting.passes == "per_sample" else ()
     wrong = {name: shapes.get(name) for name, shape in layer.parameters.items() if shapes.get(name) != (*lead, *shape)}
-    return _line(BATCH_DIMENSION, float(len(wrong)), 0.0, f"wrong shapes: {wrong}" if wrong else "")
+    return line(BATCH_DIMENSION, float(len(wrong)), 0.0, f"wrong shapes: {wrong}" if wrong else "")

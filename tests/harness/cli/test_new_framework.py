@@ -17,7 +17,8 @@ from harness.contract import Adapter
 from harness.errors import BadInput
 from harness.plan import registry
 from harness.tasks import FULL_TASKS, TASKS
-from harness.worker.gate.checks import BOUND_CHECK, run_gate
+from harness.worker.gate.checks import checks
+from harness.worker.gate.updates import BOUND_CHECK
 from harness.worker.process import load_create
 from tests.harness.gate.test_gate import BUDGET, PRIVATE, reference
 
@@ -46,7 +47,7 @@ def gate(folder: Path) -> list[dict]:
     def create() -> Adapter:
         return load_create(folder / "adapter.py")("default")
 
-    return run_gate(create, TASKS["logreg"], PRIVATE, False, reference("logreg"), BUDGET)
+    return list(checks(create, TASKS["logreg"], PRIVATE, False, reference("logreg"), BUDGET))
 
 
 def test_the_skeleton_runs_and_the_gate_names_what_is_missing(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from harness.cli.main import app
 from harness.compare import bisection, sides
 from harness.compare import record as compare_record
 from harness.compare import report as compare_report
+from harness.compare.cells import first_of
 from harness.compare.record import MemoryPair, Pair, Process
-from harness.compare.run import first_of
+from harness.compare.workers import Workers
 from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.gate import admission
@@ -186,9 +187,8 @@ def test_a_pass_that_head_no_longer_has_is_a_failure(project, tmp_path):
 def test_a_killed_comparison_goes_on_from_its_pairs(project, tmp_path, monkeypatch):
     project.commit("sleep-6ms")
     out = tmp_path / "out"
-    run = project.run("HEAD~1", "HEAD", out)
     measured: list[tuple[str, int]] = []
-    real = type(run)._process
+    real = Workers.one
 
     def process(self: Any, paired: Any, role: str, purpose: str, number: int, progress: Any) -> Process:
         measured.append((purpose, number))
@@ -196,7 +196,7 @@ def test_a_killed_comparison_goes_on_from_its_pairs(project, tmp_path, monkeypat
             raise KeyboardInterrupt
         return real(self, paired, role, purpose, number, progress)
 
-    monkeypatch.setattr(type(run), "_process", process)
+    monkeypatch.setattr(Workers, "one", process)
     with pytest.raises(KeyboardInterrupt):
         project.compare("HEAD~1", "HEAD", out)
     kept = {path.name: path.read_bytes() for path in (out / "records").iterdir()}

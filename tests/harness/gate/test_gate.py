@@ -15,7 +15,8 @@ from harness.store.record import GateCheck
 from harness.tasks import FULL_TASKS, NOT_OWN, TASKS, TOKEN_LOSS
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import checks as gate_module
-from harness.worker.gate.checks import checks, run_gate
+from harness.worker.gate import updates
+from harness.worker.gate.checks import checks
 from tests.support import gate_faults, gate_numpy
 
 PRIVATE = Setting(
@@ -34,7 +35,7 @@ BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.5, "pld": 0.1, "of_2017": 0.7}
 reference = functools.cache(lambda task: gate_numpy.reference(TASKS[task]))
 
 
-bound_check = gate_module.bound_check
+bound_check = updates.bound_check
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def without_the_large_parameter(monkeypatch):
 
 
 def gate(adapter, task="ffnn", setting=PRIVATE, static=False, budget=BUDGET, entropy=None):
-    return run_gate(lambda: adapter, TASKS[task], setting, static, reference(task), budget, entropy)
+    return list(checks(lambda: adapter, TASKS[task], setting, static, reference(task), budget, entropy))
 
 
 def failed(found):
@@ -73,7 +74,7 @@ def test_the_right_adapter_passes(task, static, setting):
     single = [f"update: {name}" for name in gate_cases.names(setting.private)]
     assert max(check["error"] for check in found if check["check"] in single and "steps" not in check["check"]) < 1e-5
     names = gate_module.names(setting.private, has_budget=True)
-    assert [check["check"] for check in found] == [name for name in names if name != gate_module.BOUND_CHECK]
+    assert [check["check"] for check in found] == [name for name in names if name != updates.BOUND_CHECK]
 
 
 @pytest.mark.parametrize(
@@ -173,14 +174,8 @@ def test_slow_but_equal_readings_are_not_deferred_work():
 @pytest.mark.parametrize(
     ("epsilon", "passes", "told"),
     [
-        (0.1, True, False),
-        (0.0995, True, False),
-        (0.52, True, False),
-        (0.54, True, True),
-        (0.73, True, True),
-        (0.0985, False, False),
-        (0.74, False, True),
-        (float("nan"), False, False),
+        *((0.1, True, False), (0.0995, True, False), (0.52, True, False), (0.54, True, True), (0.73, True, True)),
+        *((0.0985, False, False), (0.74, False, True), (float("nan"), False, False)),
     ],
 )
 def test_own_epsilon_between_the_tight_value_and_the_renyi_value_of_2017(epsilon, passes, told):
@@ -213,7 +208,7 @@ def test_no_example_may_move_the_sum_by_more_than_c(excess):
             )
 
     found = {check["check"]: check["passed"] for check in gate(Clips())}
-    assert found[gate_module.COPIES_CHECK] == (excess < 1e-4)
+    assert found[updates.COPIES_CHECK] == (excess < 1e-4)
 
 
 def test_checks_come_one_by_one():

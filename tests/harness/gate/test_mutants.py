@@ -14,7 +14,8 @@ from harness.plan import registry
 from harness.tasks import TASKS
 from harness.worker.gate import adam
 from harness.worker.gate import cases as gate_cases
-from harness.worker.gate.checks import BOUND_CHECK, COPIES_CHECK, FROZEN_CHECK
+from harness.worker.gate.checks import FROZEN_CHECK
+from harness.worker.gate.updates import BOUND_CHECK, COPIES_CHECK
 from tests.support import gate_numpy
 
 # One process asks for the verdicts, which all tests share.
