@@ -36,13 +36,13 @@ class Size:
 # for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache, and harness by 485
 # and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
 # faults and cheats that they reject. The room of Opacus' names is counted apart; 33 for sentences about what cannot be
-# run, and tests by 65 for them and for signals that go wrong in more ways.
+# run, and tests by 107 for them, for signals that go wrong in more ways and for sizes that meet.
 LIMITS = {
     "harness": Size(lines=36_727, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_276, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_312, long_classes=3, long_files=3),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=51_212, long_classes=0, long_files=16),
+    "tests": Size(lines=51_254, long_classes=0, long_files=16),
 }
 
 
