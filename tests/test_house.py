@@ -37,13 +37,14 @@ class Size:
 # and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
 # faults and cheats that they reject; tests by 90 for max-pooling's kernel. dpcore was lowered when its three longest
 # classes were cut and what compares it with Opacus became a proof. Frameworks by 127 for
-# jaxdpopt, tests by 271 for what people ask for and how verbs start. The room of Opacus' names is counted apart.
+# jaxdpopt, tests by 271 for what people ask for and how verbs start. The room of Opacus' names is counted apart; 33 for
+# sentences about what cannot be run, and tests by 107 for them, for signals that go wrong and for sizes that meet.
 LIMITS = {
     "harness": Size(lines=36_836, long_classes=0, long_files=5),
-    "dpcore": Size(lines=28_124, long_classes=0, long_files=0),
-    "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
+    "dpcore": Size(lines=28_144, long_classes=0, long_files=0),
+    "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_953, long_classes=0, long_files=0),
-    "tests": Size(lines=51_508, long_classes=0, long_files=16),
+    "tests": Size(lines=51_615, long_classes=0, long_files=16),
 }
 
 

@@ -43,7 +43,7 @@ from dpcore.microbatch import ragged
 from dpcore.microbatch.layout import FEWEST_AT_FIRST, TRIES, Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.numerics.precision import is_lowered
-from dpcore.rerun.heap import give_back
+from dpcore.rerun.heap import give_back, keep_pages
 from dpcore.rerun.snapshot import draw_on, preserved, same_values, without_dropout
 from dpcore.tree import flatten, has_rows
 
@@ -81,6 +81,7 @@ class IsolationCheck:
         self._checks = 0
         # Of its own and unpredictable: it must neither shift the user's random numbers nor miss what repeats.
         self._random = random.Random()
+        keep_pages()  # which each of the first passes frees, and the next one asks for
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_random": None}
@@ -133,7 +134,8 @@ class IsolationCheck:
             if not self.subject.layout.unchecked:  # it has gone where only another look has been
                 break
         self._kinds[kind, batch_size > 1] += 1
-        give_back()
+        if turn + 1 >= BATCHES:  # the next one asks for the same pages
+            give_back()
 
     def _checked(
         self,
@@ -213,10 +215,11 @@ class IsolationCheck:
         rows, beside = half_of_rows(count, self._random)
         dropped = _dropped(batch, count)
         if dropped + len(rows) >= count:
-            rows, beside = torch.arange(dropped), dropped
+            rows = rows[1 + dropped - count :]
         # The same rows are compared in all experiments, so that one pass is the measure of them.
         excluded = torch.cat([torch.arange(dropped), rows]).unique()
-        before = trial.measure(batch, excluded, alone)
+        kept = [row for row in range(count) if row not in excluded]
+        before = trial.measure(batch, excluded, kept[0] if len(kept) == 1 else alone)
         written = trial.written
         given = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and has_rows(leaf, count)]
         floating = any(leaf.is_floating_point() for leaf in given)

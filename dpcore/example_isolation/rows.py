@@ -63,10 +63,10 @@ def selected(batch: Any, batch_size: int, rows: Tensor) -> Any:
 def half_of_rows(count: int, generator: random.Random) -> tuple[Tensor, int]:
     """(a random run of half of ``count`` rows, the row beside it whose values they can take).
 
-    A run, so that a batch that is sorted by length stays so.
+    A run, so that a batch that is sorted by length stays so; often at an end, whose example may be one that all see.
     """
     half = count // 2
-    start = generator.randrange(count - half + 1)
+    start = generator.choice((0, generator.randrange(count - half + 1), count - half))
     beside = generator.choice([row for row in (start - 1, start + half) if 0 <= row < count])
     return torch.arange(start, start + half), beside
 
@@ -79,6 +79,18 @@ def ways_of_rows(shape: torch.Size, count: int) -> list[tuple[int, Tensor]]:
     each = torch.arange(count)
     ways = [(dim, each) for dim in (0, 1) if shape[dim : dim + 1] == (count,)]
     return [*ways, *flat_rows(shape[0], count)] if ways and shape[0] != count else ways
+
+
+def dim_of_rows(shape: torch.Size, count: int, way: int | None) -> int | None:
+    """Return the dimension in which a tensor has one row of each of ``count`` examples; None where it has none.
+
+    ``way``: which one of :func:`ways_of_rows` it is, where there are several; None: it is not known.
+    """
+    ways = ways_of_rows(shape, count)
+    if not ways or (len(ways) > 1 and way is None):
+        return None
+    dim, owners = ways[min(way or 0, len(ways) - 1)]
+    return dim if len(owners) == count else None
 
 
 def flat_rows(length: int, count: int) -> list[tuple[int, Tensor]]:

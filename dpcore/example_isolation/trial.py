@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.example_isolation import sums
 from dpcore.example_isolation.measurements import Measured, Measurements
-from dpcore.example_isolation.rows import ways_of_rows, without_graph
+from dpcore.example_isolation.rows import dim_of_rows, ways_of_rows, without_graph
 from dpcore.microbatch.accumulator import kept_gradient, weighted_sum
 from dpcore.microbatch.in_turn import example_gradient
 from dpcore.microbatch.layout import Layout
@@ -71,6 +71,7 @@ class Trial:
         self.random = RandomNumbers(subject.model)
         self.large = batch_size * subject.layout.example_bytes > LARGE_BYTES
         self.shapes: list[torch.Size] | None = None
+        self._way: int | None = None  # by which of several outputs have their examples, as experiment 1 has found
         self.drew = False
         """True where the last pass drew random numbers."""
         self.written: dict[str, Tensor] = {}
@@ -107,6 +108,14 @@ class Trial:
         Raises:
             PrivacyError: that gradient reaches another example.
         """
+        if self.large and alone is not None and not self.adds_up and len(excluded) + 1 == self.batch_size:
+            found: Measurements = {}
+            self._pass(batch, 0, lambda tape, of: found.update(self._look_joined(tape, of, excluded, alone)))
+            if found:
+                return found
+        return self._measure(batch, excluded, alone, changed, dropped)
+
+    def _measure(self, batch: Any, excluded: Tensor, alone: int | None, changed: bool, dropped: int) -> Measurements:
         found: Measurements = {}
         spent = False
 
@@ -143,6 +152,19 @@ class Trial:
         self._pass(batch, dropped, look_at_all)
         return found
 
+    def _look_joined(self, tape: Tape, outputs: list[Tensor], excluded: Tensor, row: int) -> Measurements:
+        """Experiment 1 and the measurements of ``row`` by the gradient of its outputs, where its alone are wanted."""
+        weights = self._all_weights(outputs, None, 0)
+        if weights is None or any(output.shape[:1] != (self.batch_size,) for output in outputs):
+            return {}
+        for weight in weights:
+            weight[:row], weight[row + 1 :] = 0.0, 0.0
+        own_passes.pull(tape, outputs, weights, keep=False, guarded=not self._counts_left_behind)
+        if self._reaches_others(tape, row) is not None:
+            return {}
+        self._way = 0
+        return self._found(tape, outputs, weights, excluded, 0, record=False)
+
     def _found(
         self, tape: Tape, outputs: list[Tensor], weights: list[Tensor], excluded: Tensor, dropped: int, record: bool
     ) -> Measurements:
@@ -153,10 +175,10 @@ class Trial:
             for choice in choose(tape.uses):
                 found[choice.param] = self._measured(choice, excluded, dropped, record)
             for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
-                ways = ways_of_rows(self.shapes[k], self.batch_size)
-                if len(ways) == 1:
-                    rows, theirs = (t.movedim(ways[0][0], 0) for t in (output, weight))
-                    found[k] = self._values(rows, theirs, excluded, dropped)
+                dim = dim_of_rows(self.shapes[k], self.batch_size, self._way)
+                if dim is not None:
+                    rows, theirs = (t.movedim(dim, 0) for t in (output, weight))
+                    found[k] = _values(rows, theirs, self._kept(excluded, dropped, output.device))
         return found
 
     def ordinary(self, batch: Any) -> dict[Parameter, float] | None:
@@ -177,8 +199,7 @@ class Trial:
         weights = []
         for output, first in zip(outputs, self.shapes, strict=True):
             weight = output.new_ones(first) if self.losses else _weights(output.new_empty(first))
-            ways = ways_of_rows(first, self.batch_size)
-            dim = ways[0][0] if len(ways) == 1 else None
+            dim = dim_of_rows(first, self.batch_size, self._way)
             if larger is not None and dim is not None:
                 weight.index_copy_(dim, larger.to(weight.device), 3.0 * weight.index_select(dim, larger))
             if dropped:
@@ -227,18 +248,6 @@ class Trial:
         kept = torch.ones(self.batch_size, dtype=torch.bool, device=device)
         kept[excluded.to(device)] = False
         return kept[dropped:]
-
-    def _values(self, output: Tensor, weight: Tensor, excluded: Tensor, dropped: int) -> Measured:
-        """Return the values of the rows of an output that are not excluded."""
-        kept = self._kept(excluded, dropped, output.device)
-        norms_sq, projection = wide(output.detach()[:1]).abs().new_zeros(len(output)), 0.0
-        # One after the other: the logits of a language model are as large as all the rest together.
-        for i in kept.nonzero().flatten().tolist():
-            row = wide(output[i].detach())
-            norms_sq[i] = row.abs().square().sum()
-            projection += float((row * weight[i]).real.sum())
-        numbers = output[:1].numel()
-        return Measured(norms_sq[kept], norms_sq[kept], projection, numbers)
 
     def _measured(self, choice: Choice, excluded: Tensor, dropped: int, record: bool) -> Measured:
         kept = self._kept(excluded, dropped, choice.param.device)
@@ -299,6 +308,7 @@ class Trial:
             own_passes.pull(tape, [output for output, _ in by_row], weights, keep=not (spent or self.subject.compiled))
             found = self._reaches_others(tape, row)
             if found is None:
+                self._way = way
                 return spent
             reached = found if reached is None else reached
         if reached is not None:
@@ -320,6 +330,17 @@ class Trial:
                 if bool((others.isfinite() & (others != 0.0)).any()):
                     return choice.param
         return None
+
+
+def _values(output: Tensor, weight: Tensor, kept: Tensor) -> Measured:
+    """Return the values of the rows of an output that are ``kept``."""
+    norms_sq, projection = wide(output.detach()[:1]).abs().new_zeros(len(output)), 0.0
+    # One after the other: the logits of a language model are as large as all the rest together.
+    for i in kept.nonzero().flatten().tolist():
+        row = wide(output[i].detach())
+        norms_sq[i] = row.abs().square().sum()
+        projection += float((row * weight[i]).real.sum())
+    return Measured(norms_sq[kept], norms_sq[kept], projection, output[:1].numel())
 
 
 def _is_zero_beside(use: Use, row: int) -> bool:

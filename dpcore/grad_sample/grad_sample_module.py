@@ -49,7 +49,7 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_module":
+            if name == "_module" or (name[:2] == name[-2:] == "__"):  # of the class: len(self) would not find it
                 raise
             return getattr(self._module, name)
 

@@ -53,6 +53,7 @@ _OWNERS: WeakKeyDictionary[Any, WeakSet[Unused]] = WeakKeyDictionary()
 and is told from others by its rate."""
 _NAMES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _NEXT_NAME = itertools.count()
+_DRAWN: list[int] = [0]  # Poisson batches of this process
 
 
 def name_of(loader: Any) -> int:
@@ -69,9 +70,15 @@ def give(loader: Any, owner: Unused) -> None:
 
 def hand_out(loader: Any, number: int, source: Source, draw: int | None, examples: int) -> None:
     """Note that ``loader`` has handed out a batch made of ``examples`` examples of its data set."""
+    _DRAWN[0] += source is not None
     batch = Batch(name_of(loader), number, source, draw, examples)
     for unused in list(_OWNERS.get(loader, _ALL)):
         unused.of[source].append(batch)
+
+
+def poisson_batches() -> int:
+    """Return how many Poisson batches this process's loaders have handed out: each is a sample by itself."""
+    return _DRAWN[0]
 
 
 class Ledger:

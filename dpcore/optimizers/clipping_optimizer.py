@@ -96,14 +96,14 @@ class ClippingOptimizer(OptimizerWrapper):
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Announce a physical piece of a logical batch: one signal for each ``step()``, in their order.
 
-        Signals may be given ahead, as by a loader that draws its next pieces before a step, but always as many. A step
-        without a signal is its batch's last.
+        All signals of a batch may be given ahead of its steps, those of the next one behind them; whole batches are
+        signalled ahead at will. A step without a signal is its batch's last.
 
         Args:
             do_skip: Whether the piece's step clips and accumulates only, because others of its batch follow.
         """
         watch_torch()
-        self.logical_batch.signal(do_skip, self.module.calls, self.run.handed_out)
+        self.logical_batch.signal(do_skip, self.run.handed_out)
 
     @property
     def has_batch(self) -> bool:
@@ -141,18 +141,17 @@ class ClippingOptimizer(OptimizerWrapper):
         A subclass may add them up in its own way, from ``p.grad_sample``. That one example moves the sum by no more
         than ``max_grad_norm`` is then its own affair.
         """
-        taken = self.logical_batch.taken
         try:
             self._take_piece(self._add_backward_passes)
             self.summed.show()
         except BaseException:
-            self._abandon(taken)
+            self._abandon()
             raise
 
-    def _abandon(self, taken: int) -> None:
-        """Forget the batch of a step that has failed, before which ``taken`` pieces were taken."""
+    def _abandon(self) -> None:
+        """Forget the batch of a step that has failed."""
         self.module.forget()
-        self.logical_batch.fail(taken)
+        self.logical_batch.fail()
         self._clear()
         self.summed.forget()
 
@@ -170,7 +169,7 @@ class ClippingOptimizer(OptimizerWrapper):
         elif self.logical_batch.is_of_a_loader:
             checks.check_settings(self, self._settings)
         given = self.module.given
-        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module.calls, given)
+        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, given)
 
     def _use_own_clipping(self) -> None:
         """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""

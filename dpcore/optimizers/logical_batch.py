@@ -26,7 +26,7 @@ class Piece:
     """The name of a part of a batch: which batch (two are one where ``batch`` is equal), and which place in it.
 
     ``rows``: how many examples a loader has put into it; None where a loop has announced it by a signal. ``drawn``: how
-    many batches the private loader had handed out at that signal. ``tensors``: what a loader has put into it.
+    many batches the loader had handed out at that signal. ``tensors``: what a loader has put into it.
     """
 
     batch: Any
@@ -61,18 +61,12 @@ class LogicalBatch:
         """True while the wrapped optimiser may step."""
         self.pieces = 0
         """How many were added in all."""
-        self.taken = 0
-        """How many were announced, or without that understood, and begun to be added."""
         self._signalled = 0  # batches whose pieces were announced by signals
-        self._passes = 0  # of the module, at the last piece or before the first signal since
         self._forget_announced()
         self._reset()
 
     def _forget_announced(self) -> None:
         self._waiting: deque[Piece] = deque()  # announced, and not added yet
-        self._most_waiting = 0  # before any step
-        self._overtaken = False  # whether an announced piece was left out, as far as this can be told
-        self._stale: int | None = None  # passes at a signal that came behind a piece's passes
         self._handed_out = False  # whether a loop over a loader's pieces is under way
         self._ahead = False  # whether it draws pieces before the steps of those before them
         self._begins = True  # whether the next signal is of a batch's first piece
@@ -115,24 +109,15 @@ class LogicalBatch:
         self._waiting.append(piece)
         self._handed_out, self._left = True, False
 
-    def signal(self, goes_on: bool, passes: int, drawn: int) -> None:
+    def signal(self, goes_on: bool, drawn: int) -> None:
         """Announce a piece of the loop's own, behind those that were announced before.
 
         Args:
             goes_on: Whether it is not its batch's last.
-            passes: How many passes the module has made.
-            drawn: How many batches the private loader has handed out.
+            drawn: How many batches the loader has handed out.
         """
-        if not self._waiting:
-            self._passes = passes
-        elif passes > self._passes:
-            self._stale = passes
         self._waiting.append(Piece(self._signalled, None, self._begins, goes_on, drawn))
         self._end_signals(not goes_on)
-
-    def leave_out(self) -> None:
-        """Note that the gradients of a piece were dropped: the signal that is next may be that of its step."""
-        self._overtaken |= len(self._waiting) > 0 and self._waiting[0].rows is None
 
     def _end_signals(self, last: bool) -> None:
         self._begins = last
@@ -193,16 +178,13 @@ class LogicalBatch:
             )
         self._noise_multiplier = noise_multiplier
 
-    def add_piece(
-        self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, passes: int, given: Sequence[Tensor]
-    ) -> None:
+    def add_piece(self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, given: Sequence[Tensor]) -> None:
         """Count a piece that was added to the sum.
 
         Args:
             sizes: examples of every backward pass since the last piece.
             ledger: where the batch is taken from the loader's unused ones; None: it is not known.
             drawn: how many batches the loader has handed out.
-            passes: how many passes the module has made.
             given: what it was called with since the last piece.
 
         Raises:
@@ -215,14 +197,11 @@ class LogicalBatch:
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
         checks = ledger is not None and ledger.checks
-        if self._ahead and self._waiting:
-            self._find(sum(sizes), given)
-        piece = self._next_piece(sum(sizes), checks, passes)
-        self._passes = passes
+        piece = self._next_piece(sum(sizes), checks, given)
         self.pieces += 1
+        if (ledger is None or checks) and piece.rows is None and not piece.is_whole:
+            self._check_one_batch(piece, drawn)
         if ledger is not None:
-            if checks and piece.rows is None and not piece.is_whole:
-                self._check_one_batch(piece, drawn)
             self._rows += sum(sizes)
             if not piece.goes_on:
                 ledger.use([self._rows] if self.unfinished else sizes)
@@ -231,40 +210,47 @@ class LogicalBatch:
         self.batches += len(sizes) if not (piece.goes_on or self.unfinished) else int(not self.unfinished)
         self.unfinished, self._piece = piece.goes_on, piece
 
-    def _find(self, rows: int, given: Sequence[Tensor]) -> None:
-        """Bring the piece of a step to the front of those that wait, past whole batches that the loop has left out."""
-        places = [i for i, piece in enumerate(self._waiting) if _is_of(piece, rows, given)]
-        before = [*self._waiting][: places[0] if places else None]
-        if (self.unfinished and before) or not all(piece.is_whole for piece in before):
-            self._overtaken = True
-        elif places:
-            for _ in before:
-                self._waiting.popleft()
+    def _is_certain(self, rows: int, given: Sequence[Tensor]) -> bool:
+        """Return whether the piece of a step goes into the batch of the one that is announced next.
 
-    def _next_piece(self, rows: int, checks: bool, passes: int) -> Piece:
+        It is one of those that wait, since a step takes one of them away and leaves its own or later ones. So those of
+        a loop's own, which have no other name, must be of one batch, or the next one of them a batch by itself. Those
+        of a loader are told by their tensors, past whole batches that the loop has left out.
+        """
+        if not self._waiting:
+            return True
+        first = self._waiting[0]
+        if first.rows is None:
+            return (first.is_whole and not self.unfinished) or all(p.batch == first.batch for p in self._waiting)
+        if self._ahead:
+            places = [i for i, piece in enumerate(self._waiting) if _is_of(piece, rows, given)]
+            before = [*self._waiting][: places[0] if places else None]
+            if (self.unfinished and before) or not all(piece.is_whole for piece in before):
+                return False
+            for _ in before if places else ():
+                self._waiting.popleft()
+        return not self._waiting[0].rows or bool(rows)
+
+    def _next_piece(self, rows: int, checks: bool, given: Sequence[Tensor]) -> Piece:
         """Return the piece that was announced for this step, of ``rows`` rows; without one it is a batch's last."""
-        waiting = len(self._waiting)
-        if (waiting > self._most_waiting > 0 and not self._ahead) or self._stale not in (None, passes):
-            self._overtaken = True
-        self._most_waiting = max(waiting, self._most_waiting)
-        self._stale = None
-        if self._overtaken or (waiting and self._waiting[0].rows and not rows):
+        if not self._is_certain(rows, given):
             raise PrivacyError(
-                "A piece of a batch was handed out before optimizer.step() was called for the one before it, so pieces "
-                "of different batches would be added up as one, and an example in two of them would move the sum by "
-                "twice max_grad_norm. Call step() for every piece before the next one is fetched, and leave no piece "
-                "out. (Pieces may be fetched ahead where the module is called with their tensors as they are; of those "
-                "that signal_skip_step() announces, always the same number. optimizer.discard() forgets them.)"
+                "A piece of a batch was handed out before optimizer.step() was called for the one before it, and it "
+                "cannot be told which one this step is for: where one was left out, pieces of two batches would be "
+                "added up as one, and an example in both would move the sum by twice max_grad_norm. Call step() for "
+                "every piece before the next one is fetched, and leave no piece out; where a loop of your own fetches "
+                "ahead, call signal_skip_step() right before the step() of its piece. BatchMemoryManager's pieces may "
+                "be fetched ahead where the module is called with their tensors as they are. optimizer.discard() "
+                "forgets pieces that were left out."
             )
-        self.taken += 1
         last = self._piece if self.unfinished else None
-        if not waiting and ((self._handed_out and checks) or (last is not None and last.rows is not None)):
+        if not self._waiting and ((self._handed_out and checks) or (last is not None and last.rows is not None)):
             raise PrivacyError(
                 "optimizer.step() was called again on a piece of a batch that a step has used: an example of it would "
                 "move the sum by twice max_grad_norm, or be released without being counted. Make one step for every "
                 "piece; for several updates on one batch (PPO's epochs, a GAN's critic) draw a fresh batch for each."
             )
-        if not waiting:
+        if not self._waiting:
             self._end_signals(last=True)
             return Piece(last.batch if last is not None else self._signalled, None, last is None, False)
         piece = self._waiting.popleft()
@@ -287,7 +273,7 @@ class LogicalBatch:
     def _check_one_batch(self, piece: Piece, drawn: int) -> None:
         """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one."""
         if not self.unfinished:  # of signals given ahead nothing tells, once the next batch was drawn, what this one is
-            self._drawn = drawn if piece.drawn is None or self._most_waiting < 2 else piece.drawn
+            self._drawn = drawn if piece.drawn is None or not self._waiting else piece.drawn
         if drawn != self._drawn:
             raise PrivacyError(
                 f"A piece of a logical batch may be of {drawn - self._drawn + 1} batches of the loader, drawn since "
@@ -310,16 +296,10 @@ class LogicalBatch:
         self._reset()
         self.accumulator.clear()
 
-    def fail(self, taken: int) -> None:
-        """Forget the sum after an error of a step, before which ``taken`` pieces were taken.
-
-        Pieces of the loop's own stay announced whose steps are to come.
-        """
+    def fail(self) -> None:
+        """Forget the sum after an error of a step, and pieces of a loader; those of the loop's own stay announced."""
         if self._handed_out:
             self._waiting.clear()
-            self._overtaken = False
-        elif self._waiting and self.taken == taken and not self._overtaken:
-            self._waiting.popleft()
         self.end()
 
     def discard(self) -> None:

@@ -222,7 +222,7 @@ class DPOptimizer(ClippingOptimizer):
         """Everything but the update; False where this was a piece of a logical batch that goes on."""
         self._conclude()
         self.count_state()
-        pieces, taken, steps = self.logical_batch.pieces, self.logical_batch.taken, self.steps
+        pieces, steps = self.logical_batch.pieces, self.steps
         try:
             self.clip_and_accumulate()
             if self.logical_batch.pieces == pieces:
@@ -244,7 +244,7 @@ class DPOptimizer(ClippingOptimizer):
                 self.steps += 1
             self.scale_grad()
         except BaseException:
-            self._abandon(taken)  # or the batch would be added to the next one
+            self._abandon()  # or the batch would be added to the next one
             raise
         for param in self.accumulator.names:
             self.module.ordinary_gradients.release(param)
@@ -308,8 +308,6 @@ class DPOptimizer(ClippingOptimizer):
             set_to_none: Accepted for compatibility; gradients always become None.
         """
         self._conclude()
-        if self.module.has_passes:
-            self.logical_batch.leave_out()
         self.original_optimizer.zero_grad(set_to_none=True)
         self.module.drop_gradients()
         if not self.logical_batch.unfinished:

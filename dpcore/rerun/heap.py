@@ -29,12 +29,12 @@ def give_back() -> None:
     """
     trim = _malloc_trim()
     if trim is not None:
-        _keep_pages_between_steps()
+        keep_pages()
         trim(0)
 
 
 @functools.cache
-def _keep_pages_between_steps() -> None:
+def keep_pages() -> None:
     """Let glibc keep up to twice :data:`LARGEST_OF_HEAP` that is free at the heap's end, once in a process.
 
     A backward pass frees what the forward pass has put there, last block first. With its first settings glibc hands

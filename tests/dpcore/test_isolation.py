@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import Engine, PrivacyEngine, PrivacyError
+from dpcore import Engine, GradSampleModule, PrivacyEngine, PrivacyError
 from dpcore.errors import UnsupportedError
 from dpcore.example_isolation import check as isolation
 from dpcore.example_isolation import trial
@@ -30,6 +30,12 @@ class Between(nn.Module):
 
     def forward(self, x):
         return self.b(self.function(self.a(x)))
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
 
 
 class Before(Between):
@@ -194,6 +200,43 @@ def test_models_that_mix_are_refused_by_the_two_lines(name, mode):
 def test_models_that_mix_are_refused_by_the_engine(name):
     with pytest.raises((PrivacyError, UnsupportedError)):
         several(engine_for(MIXING[name]))
+
+
+class _OverLargest(torch.autograd.Function):
+    """Divides gradients by the largest one of the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1 + grad.abs().max())
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        # One example less is as many as an example has numbers.
+        (lambda: nn.Sequential(Function(lambda x: x + 0.1 * x[-1:]), nn.Linear(5, 3)), (6, 5)),
+        # As many examples as classes.
+        (lambda: nn.Sequential(nn.Linear(5, 3), Function(_OverLargest.apply), nn.Linear(3, 3)), (3, 5)),
+    ],
+)
+def test_sizes_that_meet_hide_no_mixing(model, shape, large, monkeypatch):
+    """Neither was found, however often."""
+    monkeypatch.setattr(trial, "LARGE_BYTES", -1 if large else trial.LARGE_BYTES)
+    found = 0
+    for seed in range(8):
+        wrapped = GradSampleModule(model())
+        wrapped.isolation._random.seed(seed)
+        try:
+            for _ in range(isolation.BATCHES):
+                wrapped(torch.randn(shape))
+        except PrivacyError:
+            found += 1
+    assert found > 1
 
 
 @pytest.mark.parametrize("name", HONEST)
