@@ -230,10 +230,11 @@ $(READY): requirements.txt pyproject.toml
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(TORCH_READY): tests/requirements-torch.txt
+$(TORCH_READY): tests/requirements-torch.txt tests/requirements-dependents-alone.txt
 	@echo "==> Setting up the test environment with torch in $(TORCH)"
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python $(PIP) -r tests/requirements-torch.txt
+	$(TORCH)/bin/python $(PIP) --no-deps -r tests/requirements-dependents-alone.txt
 	@touch $@
 
 $(TRITON_READY): $(TORCH_READY) tests/requirements-triton.txt
