@@ -35,14 +35,14 @@ class Size:
 # examples and the Trainer's log, harness for the page that says which library to take, harness by 431 and tests by 900
 # for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache, and harness by 485
 # and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
-# faults and cheats that they reject. Frameworks by 127 for jaxdpopt, tests by 271 for what people ask for and how verbs
+# faults and cheats that they reject. Frameworks by 127 for jaxdpopt, tests by 280 for what people ask for and how verbs
 # start. The room of Opacus' names is counted apart.
 LIMITS = {
     "harness": Size(lines=36_727, long_classes=3, long_files=8),
     "dpcore": Size(lines=28_292, long_classes=3, long_files=3),
     "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_953, long_classes=0, long_files=0),
-    "tests": Size(lines=51_418, long_classes=0, long_files=16),
+    "tests": Size(lines=51_427, long_classes=0, long_files=16),
 }
 
 
