@@ -44,7 +44,7 @@ LIMITS = {
     "dpcore": Size(lines=28_144, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_953, long_classes=0, long_files=0),
-    "tests": Size(lines=51_632, long_classes=0, long_files=16),
+    "tests": Size(lines=51_641, long_classes=0, long_files=16),
 }
 
 

@@ -73,7 +73,7 @@ def prepare() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
             setattr(sys, name, os.fdopen(number, mode))
     if locale.getencoding().lower().replace("-", "") != "utf8" and not sys.flags.utf8_mode:
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONUTF8": "1"})
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     try:
         os.getcwd()
     except OSError:

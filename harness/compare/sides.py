@@ -1,7 +1,6 @@
-"""The two sides of a comparison: what the user names becomes a folder with ``frameworks/`` and ``dpcore/`` of that
-state
-under the running ``harness/``, so that one instrument measures both. Folders are named by their content: all names have
-the same length, and equal sides share one. A container image is a side, too: the working tree, run in that image."""
+"""The two sides of a comparison: a name becomes a folder with ``frameworks/`` and ``dpcore/`` of that state under the
+running ``harness/``, so that one instrument measures both. Folders are named by their content, and equal sides share
+one. A container image is a side, too: the working tree, run in that image."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ from packaging.version import InvalidVersion
 from harness.errors import BadInput
 from harness.paths import INSTALLED, ROOT
 from harness.plan import registry
-from harness.plan.registry import pins
 from harness.store import cache
 from harness.worker import machine
 
@@ -158,7 +156,7 @@ def _of_pin(role: Role, asked: str, name: str, line: str, repository: Path) -> S
             raise BadInput(f"--{role} is {asked!r}, but no framework's requirements pin {name}; see `dpbench list`.")
         folder, content = _finish(place / "tree")
     commit, dirty = git(repository, "rev-parse", "HEAD"), bool(git(repository, "status", "--porcelain", "--", *PARTS))
-    title = line.replace("==", " ") if "==" in line else f"{name} of {Path(asked).name}"
+    title = line.replace("==", " ") if "==" in line else f"{name} of {Path(*Path(asked).parts[-2:])}"
     return Side(role, asked, title, folder, content, commit, dirty, line, users)
 
 
@@ -197,7 +195,7 @@ def _repin(frameworks: Path, name: str, line: str) -> tuple[str, ...]:
     for file in (path for kind in PIN_FILES for path in sorted(frameworks.glob(f"*/{kind}"))):
         old = {
             pin
-            for pin in pins(file)
+            for pin in registry.pins(file)
             if not pin.startswith("-") and canonicalize_name(Requirement(pin).name) == canonicalize_name(name)
         }
         if old:

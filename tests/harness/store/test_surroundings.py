@@ -95,3 +95,12 @@ def test_the_order_of_contestants_and_sizes_is_no_difference(tmp_path: Path) -> 
         pass
     with pytest.raises(BadInput, match="contestants"), folder.open(plan(("opacus",), [16, 64]), fresh=False):
         pass
+
+
+def test_a_comparison_never_grows(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "comparison")
+    with folder.open({"sides": [1, 2], "options": {"tasks": ["logreg"], "batch_sizes": [16]}}, fresh=False):
+        pass
+    more = {"sides": [1, 2], "options": {"tasks": ["logreg", "ffnn"], "batch_sizes": [16, 64]}}
+    with pytest.raises(BadInput, match="differs in"), folder.open(more, fresh=False):
+        pass
