@@ -35,13 +35,14 @@ class Size:
 # examples and the Trainer's log, harness for the page that says which library to take, harness by 431 and tests by 900
 # for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache, and harness by 485
 # and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
-# faults and cheats that they reject. The room of Opacus' names is counted apart.
+# faults and cheats that they reject. Lastly harness by 43 and tests by 46 for rounds that go on until the fastest is
+# known, and for lists of one kind. The room of Opacus' names is counted apart.
 LIMITS = {
-    "harness": Size(lines=36_724, long_classes=0, long_files=6),
+    "harness": Size(lines=36_770, long_classes=0, long_files=6),
     "dpcore": Size(lines=28_292, long_classes=3, long_files=3),
     "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=51_147, long_classes=0, long_files=16),
+    "tests": Size(lines=51_193, long_classes=0, long_files=16),
 }
 
 

@@ -306,26 +306,16 @@ Blocks = Sequence[tuple[str, int]]
 
 
 START_UP_SECONDS = {
-    ("mnist-cnn", "time"): 20.0,
-    ("mnist-cnn", "memory"): 11.0,
-    ("cifar10-cnn", "time"): 32.0,
-    ("cifar10-cnn", "memory"): 20.0,
-    ("imdb-embedding", "time"): 15.0,
-    ("imdb-embedding", "memory"): 7.0,
-    ("imdb-lstm", "time"): 34.0,
-    ("imdb-lstm", "memory"): 16.0,
-    ("gpt2-lm", "time"): 30.0,
-    ("gpt2-lm", "memory"): 20.0,
-    ("llama-lora", "time"): 30.0,
-    ("llama-lora", "memory"): 20.0,
-    ("vit", "time"): 20.0,
-    ("vit", "memory"): 20.0,
-    ("wrn-16-2", "time"): 20.0,
-    ("wrn-16-2", "memory"): 20.0,
-    ("encoder-lora", "time"): 40.0,
-    ("encoder-lora", "memory"): 25.0,
-    ("recsys", "time"): 15.0,
-    ("recsys", "memory"): 8.0,
+    "mnist-cnn": {"time": 20.0, "memory": 11.0},
+    "cifar10-cnn": {"time": 32.0, "memory": 20.0},
+    "imdb-embedding": {"time": 15.0, "memory": 7.0},
+    "imdb-lstm": {"time": 34.0, "memory": 16.0},
+    "gpt2-lm": {"time": 30.0, "memory": 20.0},
+    "llama-lora": {"time": 30.0, "memory": 20.0},
+    "vit": {"time": 20.0, "memory": 20.0},
+    "wrn-16-2": {"time": 20.0, "memory": 20.0},
+    "encoder-lora": {"time": 40.0, "memory": 25.0},
+    "recsys": {"time": 15.0, "memory": 8.0},
 }
 """Seconds that a process takes beside those that it times, its two replays and the check of a step by the reference
 included. Time: medians of 7 to 20 processes of a quick run on a busy machine of two cores, 2026-11-23; CIFAR-10's is
@@ -354,7 +344,7 @@ def _full_seconds(job: Job) -> float:
     if job.purpose == "time":
         cores = len(os.sched_getaffinity(0))
         seconds += EXAMPLES_IN_FLOAT64[task.precision] * work / FLOAT64_FLOPS_PER_SECOND / cores
-    return seconds + START_UP_SECONDS["imdb-embedding", job.purpose]
+    return seconds + START_UP_SECONDS["imdb-embedding"][job.purpose]
 
 
 def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:
@@ -362,14 +352,14 @@ def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:
     environments, data and gates; None where whole epochs are timed, because nobody knows how long they are."""
     if options.budget_seconds is None:
         return None
-    like = START_UP_SECONDS
     timed = {"time": options.budget_seconds}
+    other = dict.fromkeys(("time", "memory"), START_UP_SECONDS["imdb-embedding"]["time"])
     return sum(
         timed.get(job.purpose, 0.0)
         + (
             _full_seconds(job)
             if job.cell.task in FULL_TASKS
-            else like.get((job.cell.task, job.purpose), like["imdb-embedding", "time"])
+            else START_UP_SECONDS.get(job.cell.task, other)[job.purpose]
         )
         for job in planned
     )
