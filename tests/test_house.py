@@ -35,16 +35,17 @@ class Size:
 # examples and the Trainer's log, harness for the page that says which library to take, harness by 431 and tests by 900
 # for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache, and harness by 485
 # and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
-# faults and cheats that they reject; tests by 90 for max-pooling's kernel. dpcore was lowered when its three longest
-# classes were cut and what compares it with Opacus became a proof. Frameworks by 127 for
-# jaxdpopt, tests by 271 for what people ask for and how verbs start. The room of Opacus' names is counted apart; 33 for
-# sentences about what cannot be run, and tests by 107 for them, for signals that go wrong and for sizes that meet.
+# faults and cheats that they reject. Then frameworks by 127 for jaxdpopt, tests by 280 for what people ask for and how
+# verbs start, by 107 for signals that go wrong and sizes that meet, by 90 for max-pooling's kernel and by 46 for rounds
+# that go on until the fastest is known; for these and for the heads of the objects that its long classes were cut into
+# harness by 173. dpcore was lowered when its three longest classes were cut and what compares it with Opacus became a
+# proof. The room of Opacus' names is counted apart; it grew by 33 for sentences about what cannot be run.
 LIMITS = {
-    "harness": Size(lines=36_836, long_classes=0, long_files=5),
+    "harness": Size(lines=36_900, long_classes=0, long_files=5),
     "dpcore": Size(lines=28_144, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_953, long_classes=0, long_files=0),
-    "tests": Size(lines=51_641, long_classes=0, long_files=16),
+    "tests": Size(lines=51_688, long_classes=0, long_files=16),
 }
 
 

@@ -677,5 +677,5 @@ def versions(current: pd.DataFrame, records: Sequence[Record], order: Sequence[s
 def published() -> pd.DataFrame:
     """Return the paper's Table 1: task, paper_row, batch_size, seconds (median of 20 epochs)."""
     names = {"task": "task", "framework": "paper_row", "batch_size": "batch_size", "median_epoch_seconds": "seconds"}
-    frame = pd.read_csv(ROOT / "results" / "paper" / "e2e_runtime.csv", float_precision="round_trip")
+    frame = pd.read_csv(ROOT / "results" / "paper" / "e2e_runtime.csv")
     return frame[list(names)].rename(columns=names)

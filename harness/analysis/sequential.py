@@ -52,11 +52,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from scipy import special
 
-from harness.analysis.stats import VERDICT_ROUNDS, Verdict
+from harness.analysis.stats import INTERVAL_ROUNDS, VERDICT_ROUNDS, Verdict
 
 FIRST_LOOK = VERDICT_ROUNDS
 SPENDING_POWER = 2.0
@@ -131,19 +132,21 @@ def _bound(at: np.ndarray, mass: np.ndarray, n: int, increment: float) -> float:
 @dataclass(frozen=True)
 class Rule:
     """``alpha``: chance of a false difference in the whole call. ``cells``: how many share it. ``threshold``: relative
-    slowdown from which an alert is raised. ``rounds``: blocks after which a cell ends undecided."""
+    slowdown from which an alert is raised. ``rounds``: blocks after which a cell ends undecided; ``first``: before
+    which nothing is said."""
 
     alpha: float = 0.05
     cells: int = 1
     threshold: float = 0.05
     rounds: int = 20
+    first: int = FIRST_LOOK
 
     def critical(self, n: int) -> float:
-        """Return the limit of |t| for a difference after n >= FIRST_LOOK blocks."""
-        return limits(self.alpha / self.cells, FIRST_LOOK, self.rounds)[n - FIRST_LOOK]
+        """Return the limit of |t| for a difference after n >= first blocks."""
+        return limits(self.alpha / self.cells, self.first, self.rounds)[n - self.first]
 
     def critical_of_equivalence(self, n: int) -> float:
-        return limits(2.0 * self.alpha, FIRST_LOOK, self.rounds)[n - FIRST_LOOK]
+        return limits(2.0 * self.alpha, self.first, self.rounds)[n - self.first]
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def judge(log_ratios: Sequence[float] | np.ndarray, rule: Rule) -> Finding:
         return Finding(0, None, None)
     mean = float(np.mean(x))
     sd = float(np.std(x, ddof=1)) if n > 1 else None
-    if n < FIRST_LOOK or sd is None:
+    if n < rule.first or sd is None:
         return Finding(n, math.exp(mean), sd)
     error = sd / math.sqrt(n)
     half, inner = rule.critical(n) * error, rule.critical_of_equivalence(n) * error
@@ -223,3 +226,26 @@ def smallest_effect(sd: float, n: int, rule: Rule) -> float:
         else:
             high = middle
     return math.expm1(high)
+
+
+def lead(
+    log_ratios: Sequence[np.ndarray], alpha: float, margin: float, rounds: int
+) -> Literal["shown", "equal"] | None:
+    """Return what is known of who was fastest so far: ``shown`` where he is faster than every rival, ``equal`` where
+    each is slower or within ``margin``, None where more rounds are needed.
+
+    Looked at after every round from the third on. That somebody is shown who is not the fastest has a chance of at most
+    alpha / 2, whoever led meanwhile: with J rivals one of J tests at alpha / J against the truly fastest must err.
+    That two are called equal whose times differ by the margin has one of at most alpha.
+
+    Args:
+        log_ratios: of each rival, [n] of log(its seconds / those of the fastest) in the rounds that both share.
+        alpha: see above.
+        margin: relative difference.
+        rounds: most that there will be.
+    """
+    rule = Rule(alpha, max(1, len(log_ratios)), margin, rounds, INTERVAL_ROUNDS)
+    found = [judge(x[:rounds], rule) for x in log_ratios]
+    if not all(one.verdict == "slower" or one.within for one in found):
+        return None
+    return "shown" if all(one.verdict == "slower" for one in found) else "equal"

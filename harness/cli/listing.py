@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
+from harness.errors import BadInput
 from harness.layers import SETS
 from harness.plan import layer_registry, protocol, registry
 from harness.plan.e2e import PRESETS
@@ -127,8 +128,14 @@ def layer_contestants() -> list[dict[str, Any]]:
     ]
 
 
-def show_all(details: bool, as_json: bool) -> None:
-    """Print everything that has a name: in a terminal of 80 columns, or with ``details`` all columns."""
+KINDS = ("tasks", "frameworks", "protocols", "presets", "layers")
+
+
+def show_all(details: bool, as_json: bool, kind: str | None = None) -> None:
+    """Print everything that has a name, or only what is of a ``kind``: in a terminal of 80 columns, or with ``details``
+    all columns. Raises :class:`BadInput` for a kind that there is not."""
+    if kind is not None and kind not in KINDS:
+        raise BadInput(f"There is no list of {kind!r}; name one of {', '.join(KINDS)}.")
     parts = {
         "tasks": tasks(),
         "frameworks": variants(),
@@ -137,15 +144,16 @@ def show_all(details: bool, as_json: bool) -> None:
         "layers": layers(),
         "layer_contestants": layer_contestants(),
     }
+    chosen = {name: rows for name, rows in parts.items() if kind in (None, name)}
     if as_json:
-        print(json.dumps(parts, indent=1))
+        print(json.dumps(chosen, indent=1))
         return
     if details:
-        for title, rows in parts.items():
+        for title, rows in chosen.items():
             table(title.capitalize().replace("_", " "), rows, False)
         return
-    for line in short(parts):
-        print(line)
+    found = "\n".join(short(parts)).split("\n\n")
+    print("\n\n".join(part for part in found if part.lower().startswith(kind or "")))
 
 
 def short(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:

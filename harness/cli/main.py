@@ -128,13 +128,14 @@ def new_framework(
 
 @app.command("list", short_help="List tasks, frameworks, presets and layers.")
 def list_all(
+    kind: Annotated[str | None, typer.Argument(help="One of tasks, frameworks, protocols, presets, layers.")] = None,
     details: Annotated[bool, typer.Option("--details", "-v", help="All columns; wants a wide terminal.")] = False,
     as_json: Json = False,
 ) -> None:
     """List tasks, frameworks with their variants, protocols, presets and layers."""
     from harness.cli.listing import show_all
 
-    show_all(details, as_json)
+    show_all(details, as_json, kind)
 
 
 @app.command(short_help="Check the instrument and this machine.")

@@ -32,7 +32,9 @@ def e2e(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Measure about so long: at least a round, then until intervals are narrow.", metavar="M"),
+        typer.Option(
+            help="Measure about so long: at least a round, then until it is known who is fastest.", metavar="M"
+        ),
     ] = None,
     memory: Annotated[
         bool | None,

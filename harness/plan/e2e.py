@@ -308,10 +308,18 @@ Blocks = Sequence[tuple[str, int]]
 """Tasks with a batch size each."""
 
 
-_START_UP = {"mnist-cnn": (20, 11), "cifar10-cnn": (32, 20), "imdb-embedding": (15, 7), "imdb-lstm": (34, 16)}
-_START_UP |= {"gpt2-lm": (30, 20), "llama-lora": (30, 20), "vit": (20, 20), "wrn-16-2": (20, 20)}
-_START_UP |= {"encoder-lora": (40, 25), "recsys": (15, 8)}
-START_UP_SECONDS = {(task, ("time", "memory")[i]): float(both[i]) for task, both in _START_UP.items() for i in (0, 1)}
+START_UP_SECONDS = {
+    "mnist-cnn": {"time": 20.0, "memory": 11.0},
+    "cifar10-cnn": {"time": 32.0, "memory": 20.0},
+    "imdb-embedding": {"time": 15.0, "memory": 7.0},
+    "imdb-lstm": {"time": 34.0, "memory": 16.0},
+    "gpt2-lm": {"time": 30.0, "memory": 20.0},
+    "llama-lora": {"time": 30.0, "memory": 20.0},
+    "vit": {"time": 20.0, "memory": 20.0},
+    "wrn-16-2": {"time": 20.0, "memory": 20.0},
+    "encoder-lora": {"time": 40.0, "memory": 25.0},
+    "recsys": {"time": 15.0, "memory": 8.0},
+}
 """Seconds that a process takes beside those that it times, its two replays and the check of a step by the reference
 included. Time: medians of 7 to 20 processes of a quick run on a busy machine of two cores, 2026-11-23; CIFAR-10's is
 twice what it was before there were replays, as the others' are. Memory: medians over results/records up to 2026-11-22.
@@ -339,7 +347,7 @@ def _full_seconds(job: Job) -> float:
     if job.purpose == "time":
         cores = len(os.sched_getaffinity(0))
         seconds += EXAMPLES_IN_FLOAT64[task.precision] * work / FLOAT64_FLOPS_PER_SECOND / cores
-    return seconds + START_UP_SECONDS["imdb-embedding", job.purpose]
+    return seconds + START_UP_SECONDS["imdb-embedding"][job.purpose]
 
 
 def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:
@@ -347,14 +355,14 @@ def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:
     environments, data and gates; None where whole epochs are timed, because nobody knows how long they are."""
     if options.budget_seconds is None:
         return None
-    like = START_UP_SECONDS
     timed = {"time": options.budget_seconds}
+    other = dict.fromkeys(("time", "memory"), START_UP_SECONDS["imdb-embedding"]["time"])
     return sum(
         timed.get(job.purpose, 0.0)
         + (
             _full_seconds(job)
             if job.cell.task in FULL_TASKS
-            else like.get((job.cell.task, job.purpose), like["imdb-embedding", "time"])
+            else START_UP_SECONDS.get(job.cell.task, other)[job.purpose]
         )
         for job in planned
     )

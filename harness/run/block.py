@@ -41,6 +41,8 @@ def records(run: Run, jobs: Sequence[Job], progress: Progress) -> dict[str, Reco
         first = alive[0]
         where = f"{first.cell.task} at {first.cell.batch_size}"
         progress.doing(f"{where}, round {first.round + 1}: {len(alive)} contestants take turns")
+        if first.round == 0:  # else nothing is said for as long as all of them take to start
+            progress.log(f"{where}: {len(alive)} contestants start, one after the other, and then take turns")
         processes = {job.name: _process(run, job, requests[job.name], progress) for job in alive}
         with quietest(run.threads):
             found = in_turns(processes, f"{run.options.seed} {where} {first.round}", where, progress.log)

@@ -82,13 +82,11 @@ class Run(Session[Options, Contestant, Job, Request]):
             before = self.measured
             jobs = [job for job in self.jobs if job.round == number]
             if number >= self._planned_rounds:
-                jobs = plan.further_round(
-                    self.options, self.contestants, number, self.pace.open_blocks(self.folder.path)
-                )
+                open_blocks = [at for at, (_, told) in self.pace.known(self.folder.path, rounds).items() if not told]
+                jobs = plan.further_round(self.options, self.contestants, number, open_blocks)
                 progress.extend([key_of(job) for job in jobs])
                 if not jobs:
-                    progress.log("Every interval is narrow enough: no further rounds.")
-                    return
+                    break
             # A block is never left half done: only what is beside each other in it can be compared.
             for _, jobs_of_block in itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size)):
                 self.block = list(jobs_of_block)
@@ -101,13 +99,14 @@ class Run(Session[Options, Contestant, Job, Request]):
                     self.missing += len(cells)
                     without = f"{len(cells)} cells have no time yet; " if cells else ""
                     progress.log(f"Time is up: {without}what was measured is reported; the same command goes on.")
+                    self.pace.tell(self.folder.path, rounds, "time is up", progress.log)
                     return
                 yielded += self.block
                 yield from self.block
             if self.measured > before:
                 self.pace.after_round(number + 1, self._planned_rounds)
         if self.pace.minutes:
-            progress.log(f"{rounds} rounds are done, which is the most, and some interval is still wide.")
+            self.pace.tell(self.folder.path, rounds, "as many as there may be", progress.log)
 
     @property
     def _planned_rounds(self) -> int:
@@ -197,10 +196,11 @@ class Run(Session[Options, Contestant, Job, Request]):
     def judged(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Record:
         """Return the record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier
         verdict."""
+        started = Moment()
         verdict = self.gates.judge(contestant, task, log, fresh)
         name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"
         job = Job(contestant, self._cell(contestant, task, gate_cases.BATCH), 0, 0, "gate")
-        record = self._record(job, verdict.result(), Moment(), verdict.gate)
+        record = self._record(job, verdict.result(), started, verdict.gate)
         before = self.folder.read(name)
         if before is not None and before.state == record.state:
             return before

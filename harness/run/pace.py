@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import BadInput
+from harness.store import cache
 
 NARROW = 1.05
 """Ends of an interval over its middle from which on it is narrow enough: the difference that nobody cares about."""
+EQUAL = 0.03
+"""Relative difference within which two contestants are equally fast."""
+ALPHA = 0.05
+MEANING = {
+    "shown": "the fastest is shown",
+    "equal": f"some are within {EQUAL:.0%} of the fastest",
+    "narrow": "the interval is narrow",
+}
 
 Block = tuple[str, int]
 """Task and batch size."""
@@ -24,7 +33,7 @@ def _nothing(done: int, planned: int) -> None:
 @dataclass(frozen=True)
 class Pace:
     """``minutes``: how long to measure, apart from environments, data and gates; with it, rounds beyond the plan are
-    made until every interval is narrow. ``after_round``: called with the rounds that are done and the planned ones."""
+    made where it is open who is fastest. ``after_round``: called with the rounds that are done and the planned ones."""
 
     minutes: float | None = None
     after_round: Callable[[int, int], None] = _nothing
@@ -38,34 +47,43 @@ class Pace:
         """Return whether ``seconds`` are all the time there was."""
         return self.minutes is not None and seconds >= 60.0 * self.minutes
 
-    def open_blocks(self, folder: Path) -> list[Block]:
-        """Return the blocks of a run of which something is not known well enough yet: the ratio of a contestant and
-        one without DP, which of two others is the faster one or that they are equally fast, the time of one that is
-        alone. A block in which nothing has a time is not one of them.
-
-        An interval counts from five rounds on. That rounds are added because an interval is wide costs some of its
-        confidence: simulated with 5 to 12 rounds and noise of 1 to 15 %, it holds the truth in 92 % of runs or more.
-        """
+    def known(self, folder: Path, most: int) -> dict[Block, tuple[int, str | None]]:
+        """Return the sessions of each block of a run that has a time, and what they tell of the fastest with DP against
+        those of other frameworks (:func:`harness.analysis.sequential.lead`): None where it is open. Where nobody else
+        has DP, the interval of his ratio to everybody else must be narrow, or, alone, that of his time, over five
+        sessions. ``most``: sessions that there may be."""
         import numpy as np
 
-        from harness.analysis import frames, stats
+        from harness.analysis import frames, sequential, stats
         from harness.store.read import load
 
         raw = frames.tidy([r for r in load(folder) if r.cell.kind == "e2e"])
-        plain = set(frames.plain_contestants(raw))
         timed = raw[~raw.superseded & (raw.purpose == "time") & (raw.state == "ok") & raw.seconds.notna()]
-        found = []
+        found: dict[Block, tuple[int, str | None]] = {}
         for (task, size), group in timed.groupby(["task", "batch_size"]):
+            framework = dict(zip(group.contestant, group.framework, strict=True))
             sides = frames.by_block(group)
-            pairs = list(itertools.combinations(sorted(sides), 2))
-            ratios = [(frames.paired_sides(sides, *two)[0], bool(plain & {*two})) for two in pairs]
-            if not pairs:
+            own = {name: sides[name] for name in group.contestant[group.private].unique()} or sides
+            first = frames.foremost(own)
+            rivals = [name for name in own if framework[name] != framework[first]]
+            others = rivals or [name for name in sides if name != first]
+            several = [frames.log_ratios_of(sides, first, name)[0] for name in others]
+            if rivals:
+                told: str | None = sequential.lead(several, ALPHA, EQUAL, most)
+            else:
                 logs = np.log(group.seconds.to_numpy())
-                ratios = [(stats.compare(logs - logs.mean()), True)]
-            for ratio, must_be_narrow in ratios:
-                if ratio is not None and ratio.n >= stats.VERDICT_ROUNDS:
-                    is_apart = ratio.low > NARROW or ratio.high < 1.0 / NARROW
-                    if ratio.high / ratio.low <= NARROW**2 or (is_apart and not must_be_narrow):
-                        continue
-                found.append((str(task), int(size)))
-        return sorted(set(found))
+                several = several or [logs - logs.mean()]
+                made = [stats.compare(x) for x in several if x.size >= stats.VERDICT_ROUNDS]
+                is_narrow = len(made) == len(several) and all(r.high / r.low <= NARROW**2 for r in made)
+                told = "narrow" if is_narrow else None
+            found[str(task), int(size)] = max(map(len, sides.values())), told
+        return found
+
+    def tell(self, folder: Path, most: int, otherwise: str, log: Callable[[str], None]) -> None:
+        """Say how many sessions each block has and why there are no more, and leave it in ``sessions.json``.
+        ``otherwise``: why an open one has no more."""
+        said = {}
+        for (task, size), (sessions, told) in self.known(folder, most).items():
+            said[f"{task} at {size}"] = {"sessions": sessions, "why": MEANING[told] if told else otherwise}
+            log(f"{task} at {size}: {sessions} sessions; {MEANING[told] if told else otherwise}")
+        cache.write_atomically(folder / "sessions.json", json.dumps(said, indent=1).encode())

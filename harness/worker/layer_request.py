@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from harness.worker.request import Message
 
 
 @dataclass(frozen=True)
-class LayerRequest:
+class LayerRequest(Message):
     """``folder`` holds ``layers.py``; ``reference``: the layer's .npz of :mod:`frameworks._tools.layer_reference`.
 
     A cell is measured until ``seconds`` or ``most_passes`` are reached, but at least ``least_passes``. With
@@ -38,11 +38,3 @@ class LayerRequest:
     left: str | None = None
     """Where a timed process writes what its last timed pass left behind."""
     sketches: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> LayerRequest:
-        data: dict[str, Any] = json.loads(text)
-        return cls(**data)

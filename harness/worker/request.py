@@ -5,13 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, Self
 
 Mode = Literal["time", "memory", "gate", "probe"]
 
 
 @dataclass(frozen=True)
-class Request:
+class Message:
+    """What travels as JSON."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Request(Message):
     """``steps``: fixed number of steps of an epoch, or None; then ``budget_seconds`` decides after the warm-up, or,
     where that is None too, the whole epoch is run. ``snapshot``: where the weights after the first steps are
     written, for comparison with the untimed replay. ``checked``: where a replay in the same process and one of its
@@ -57,11 +69,3 @@ class Request:
     def is_partial(self) -> bool:
         """Whether less than an epoch may be timed, so that the figure is extrapolated."""
         return self.steps is not None or self.budget_seconds is not None
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        data: dict[str, Any] = json.loads(text)
-        return cls(**data)

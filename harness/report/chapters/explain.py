@@ -110,7 +110,8 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "state", row["state"] + (f": {row['reason']}" if row["reason"] else "")
     if row["superseded"]:
         yield "", "left out of the tables: a newer adapter or environment, or whole epochs, were measured later"
-    yield "started", f"{record.started}, ran {record.wall_seconds:.1f} s"
+    ran = "" if record.purpose == "gate" and record.wall_seconds < 0.05 else f", ran {record.wall_seconds:.1f} s"
+    yield "started", f"{record.started}{ran or ', the verdict was remembered'}"
     block = record.block
     yield "block", f"run {block.run}, round {block.round}, place {block.order} in its block"
     if record.epoch_seconds:

@@ -40,9 +40,11 @@ def _end_to_end(report: Report, console: Console, parts: Sequence[Part]) -> None
     tables = report.tables
     for section in model.sections(tables) if tables else ():
         assert tables is not None
-        console.print(f"\n[bold]{escape(section.title)}")
-        console.print(f"[dim]measured {escape(model.provenance(tables, section))}")
-        for grid in (grid for part in parts for grid in part(tables, section)):
+        grids = [grid for part in parts for grid in part(tables, section) if grid.rows]
+        if grids:  # a run that was stopped before its first time has none
+            console.print(f"\n[bold]{escape(section.title)}")
+            console.print(f"[dim]measured {escape(model.provenance(tables, section))}")
+        for grid in grids:
             _print(grid, console)
 
 

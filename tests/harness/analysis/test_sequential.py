@@ -150,3 +150,37 @@ def test_the_smallest_effect_is_found_four_times_out_of_five(cells, n, sd):
 def test_without_noise_the_smallest_effect_is_the_threshold():
     rule, n = Rule(cells=4), 12
     assert sequential.smallest_effect(0.001, n, rule) == pytest.approx(0.05, abs=0.001)
+
+
+def led(times: tuple[float, ...], sd: float, trials: int = 200) -> list[tuple[int, str | None, int]]:
+    """(who led when it was known, what, after how many rounds), of contestants with these times."""
+    rng = np.random.default_rng(len(times))
+    found = []
+    for _ in range(trials):
+        logs = np.log(times)[:, None] + sd * rng.standard_normal((len(times), 12))
+        for n in range(1, 13):
+            first = int(logs[:, :n].mean(1).argmin())
+            rivals = [logs[i, :n] - logs[first, :n] for i in range(len(times)) if i != first]
+            told = sequential.lead(rivals, 0.05, 0.03, 12)
+            if told or n == 12:
+                found.append((first, told, n))
+                break
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_of_equal_contestants_hardly_ever_one_is_shown_as_the_fastest(count):
+    found = led((1.0,) * count, 0.02)
+    assert sum(told == "shown" for _, told, _ in found) <= 10 + 3 * math.sqrt(10)
+    if count == 2:
+        assert sum(told == "equal" for _, told, _ in found) > 60
+
+
+def test_the_fastest_is_shown_in_few_rounds_and_is_the_right_one():
+    found = led((1.0, 1.06, 1.2, 2.0), 0.01)
+    assert sum((first, told) == (0, "shown") for first, told, _ in found) > 190
+    assert 3 < np.mean([n for _, _, n in found]) < 8
+
+
+def test_a_difference_of_the_margin_is_hardly_ever_called_equal():
+    assert sum(told == "equal" for _, told, _ in led((1.0, 1.03), 0.02)) <= 10 + 3 * math.sqrt(10)

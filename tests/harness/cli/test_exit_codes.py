@@ -100,7 +100,7 @@ def test_a_gate_that_did_not_run_is_no_finding() -> None:
     assert rejected.is_finding
 
 
-@pytest.mark.parametrize("verb", ["list", "list --details", "data list", "doctor"])
+@pytest.mark.parametrize("verb", ["list", "list --details", "list frameworks", "data list", "doctor"])
 def test_an_encoding_that_lacks_letters_ends_no_command(environment: dict[str, str], verb: str) -> None:
     environment |= {"PYTHONIOENCODING": "latin-1", "COLUMNS": "60"}
     done = subprocess.run([sys.executable, "-m", "harness", *verb.split()], env=environment, capture_output=True)

@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from harness.cli.main import app
-from harness.errors import did_you_mean
+from harness.errors import BadInput, did_you_mean
 from harness.plan import layer_registry, registry
 from harness.plan.e2e import START_UP_SECONDS, expected_seconds, jobs, preset
 from harness.run.progress import Progress
@@ -79,6 +79,13 @@ def test_the_lists_fit_eighty_columns() -> None:
         assert [line for line in lines if contestant.name in line.split()]
 
 
+def test_one_kind_is_listed_alone() -> None:
+    whole, tasks, presets = (CliRunner().invoke(app, ["list", *kind]).output for kind in ([], ["tasks"], ["presets"]))
+    assert tasks.startswith("Tasks\n") and "gpt2-124m" in tasks and "Presets" not in tasks and tasks.strip() in whole
+    assert presets.startswith("Presets\n") and "mnist-cnn" not in presets
+    assert isinstance(CliRunner().invoke(app, ["list", "contestants"]).exception, BadInput)
+
+
 @pytest.mark.parametrize(
     ("name", "answer"), [("opcaus", " (did you mean opacus?)"), ("quick", " (did you mean quick?)"), ("zzz", "")]
 )
@@ -121,7 +128,7 @@ def test_the_time_of_a_plan_is_told_beforehand_unless_whole_epochs_are_timed() -
     timed = sum(job.purpose == "time" for job in planned)
     budget = options.budget_seconds or 0.0
     assert seconds == pytest.approx(
-        timed * budget + sum(START_UP_SECONDS[job.cell.task, job.purpose] for job in planned)
+        timed * budget + sum(START_UP_SECONDS[job.cell.task][job.purpose] for job in planned)
     )
     assert expected_seconds(preset("quick", epochs=2), planned) is None
 

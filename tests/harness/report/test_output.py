@@ -416,6 +416,7 @@ def test_memory_is_sorted_by_memory_whether_or_not_anything_was_timed():
 def test_the_terminal_names_failed_gate_checks():
     text = shown([factory.record(purpose="gate", state="rejected", gate_passed=False, reason="gate")], width=160)
     assert "failed checks" in text and "the noise is 10 times too small" in text
+    assert not shown([factory.record(purpose="gate")]).strip(), "it was stopped before its first time"
 
 
 def _busy_seconds() -> float:

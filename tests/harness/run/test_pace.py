@@ -11,38 +11,40 @@ from harness.run.pace import Pace
 from tests.support import record_factory as factory
 
 
-def pairs(rounds, spread, size=64):
-    """Rounds of a private contestant and of PyTorch without DP, whose ratio varies by ``spread``."""
+def rounds(count, spread, size=64, rivals=(2.0,)):
+    """Rounds of PyTorch without DP, of a contestant with DP that takes 1.9 s, and of other frameworks' ``rivals``. What
+    those take goes up and down by ``spread``."""
+    others = [("opacus", "jax", "tfp")[i] for i in range(len(rivals))]
+    private = [("dpcore", 1.9, 0.0), *((name, seconds, spread) for name, seconds in zip(others, rivals, strict=True))]
     return [
         factory.record(
             framework=framework,
-            variant=variant,
-            private=private,
+            private=framework != "pytorch",
             batch_size=size,
             round=i,
-            order=order,
-            seconds=[seconds],
+            seconds=[s * (1 + e * (i % 2))],
         )
-        for i in range(rounds)
-        for order, (framework, variant, private, seconds) in enumerate(
-            (("pytorch", "eager", False, 1.0), ("opacus", "hooks", True, 2.0 * (1 + spread * (i % 2))))
-        )
+        for i in range(count)
+        for framework, s, e in [("pytorch", 1.0, 0.0), *private]
     ]
 
 
 @pytest.mark.parametrize(
-    ("records", "still_open"),
+    ("records", "known"),
     [
-        (pairs(6, 0.005), []),
-        (pairs(6, 0.5), [("mnist-cnn", 64)]),
-        (pairs(4, 0.0), [("mnist-cnn", 64)]),
-        (pairs(6, 0.005) + pairs(6, 0.5, size=512), [("mnist-cnn", 512)]),
+        (rounds(3, 0.001), {64: (3, "shown")}),
+        (rounds(2, 0.001), {64: (2, None)}),
+        (rounds(6, 0.3), {64: (6, None)}),
+        (rounds(6, 0.002, rivals=(1.9, 3.0)), {64: (6, "equal")}),
+        (rounds(6, 0.002, rivals=(2.0, 1.902, 3.0)) + rounds(4, 0.3, 512), {64: (6, "equal"), 512: (4, None)}),
+        (rounds(6, 0.0, rivals=()), {64: (6, "narrow")}),
+        (rounds(4, 0.0, rivals=()), {64: (4, None)}),
     ],
-    ids=["narrow", "wide", "too few rounds", "one of two"],
+    ids=["shown", "two sessions", "wide", "equal", "two sizes", "nobody else", "nobody else, few"],
 )
-def test_blocks_are_open_while_an_interval_is_wide_or_its_rounds_are_few(tmp_path, records, still_open):
+def test_sessions_go_on_until_the_fastest_is_known(tmp_path, records, known):
     factory.write(records, tmp_path / "records")
-    assert Pace(minutes=1).open_blocks(tmp_path / "records") == still_open
+    assert Pace(minutes=1).known(tmp_path / "records", 12) == {("mnist-cnn", size): k for size, k in known.items()}
 
 
 @pytest.mark.parametrize(("minutes", "seconds", "over"), [(None, 1e9, False), (2, 119, False), (2, 120, True)])
