@@ -42,10 +42,10 @@ class Size:
 # proof. The room of Opacus' names is counted apart; it grew by 33 for sentences about what cannot be run.
 LIMITS = {
     "harness": Size(lines=36_900, long_classes=0, long_files=5),
-    "dpcore": Size(lines=28_144, long_classes=0, long_files=0),
+    "dpcore": Size(lines=28_148, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_953, long_classes=0, long_files=0),
-    "tests": Size(lines=51_688, long_classes=0, long_files=16),
+    "tests": Size(lines=51_704, long_classes=0, long_files=16),
 }
 
 

@@ -20,7 +20,7 @@ from dpcore.microbatch.in_turn import example_gradient
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.numerics.precision import full_precision
-from dpcore.rerun.side_effects import left_behind, tensors_in
+from dpcore.rerun.side_effects import SideEffects, left_behind, tensors_in
 from dpcore.rerun.snapshot import ModelState, RandomNumbers
 from dpcore.rules.linear import wide
 from dpcore.rules.vmap import ModuleUse
@@ -68,7 +68,7 @@ class Trial:
         self.batch_size = batch_size
         self.losses = losses
         self._needs_outputs = outputs
-        self.random = RandomNumbers(subject.model)
+        self.random, self._effects = RandomNumbers(subject.model), SideEffects(subject.model)
         self.large = batch_size * subject.layout.example_bytes > LARGE_BYTES
         self.shapes: list[torch.Size] | None = None
         self._way: int | None = None  # by which of several outputs have their examples, as experiment 1 has found
@@ -233,6 +233,7 @@ class Trial:
     def _outputs(self, batch: Any, recording: AbstractContextManager[None]) -> list[Tensor]:
         """The outputs that need a gradient, of a forward pass under ``recording``."""
         self.random.restore()
+        self._effects.restore()
         before = {id(tensor) for tensor in self._left_behind()}
         with recording:
             returned = self._run(without_graph(batch))

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from dpcore.errors import NoRuleError, NotLearnt, PrivacyError, UnsupportedError
 from dpcore.microbatch.looks import Look
 from dpcore.microbatch.memory import ran_out
+from dpcore.rerun.side_effects import SideEffects
 from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
@@ -289,6 +290,7 @@ class Layout:
         """
         modules = dict(self.model.named_modules())
         done = 0
+        effects = SideEffects(self.model)  # put back before each pass: a model may count its calls, and go by them
         with preserved(self.model):
             draw_on(self.looks)
             self.looks += 1
@@ -297,11 +299,11 @@ class Layout:
                 try:
                     numbers = RandomNumbers(self.model)
                     self._probing = True
-                    self._check(look.run, names, look.counts[0])
+                    self._check(look.run, names, look.counts[0], effects)
                     self._probing = False
                     if any(dims - {0} for dims in self._dims.values()) and len(look.counts) > 1:
                         # A second length makes it certain where the batch was.
-                        self._check(look.run, names, look.counts[1])
+                        self._check(look.run, names, look.counts[1], effects)
                     if done >= tries or not self.unmet or numbers.same(RandomNumbers(self.model)):
                         return
                 except NotLearnt:
@@ -316,13 +318,13 @@ class Layout:
                 finally:
                     self._probing = False
 
-    def _check(self, run: Callable[[int], Any], names: dict[Parameter, str], count: int) -> None:
+    def _check(self, run: Callable[[int], Any], names: dict[Parameter, str], count: int, effects: SideEffects) -> None:
         tape = self.tape(names, count)
         tape.probing, tape.uses.unmet = True, {}
         try:
             with _nothing_saved():
-                outputs = self._outputs(tape, run, count)
-            unseen = not self._may_be_reached(tape, names, outputs)
+                outputs = self._outputs(tape, run, count, effects)
+            unseen = not _may_be_reached(tape, names, outputs)
         except (UnsupportedError, PrivacyError):
             raise
         except Exception:  # a gradient within the forward pass asks for what is saved, say
@@ -332,7 +334,7 @@ class Layout:
             return
         tape = self.tape(names, count)
         tape.probing, tape.uses.unmet = True, {}
-        outputs = self._outputs(tape, run, count)
+        outputs = self._outputs(tape, run, count, effects)
         self._note(tape, names, count)
         params = [p for p in names if p.requires_grad]
         wanted: list[Any] = [*params, *(edge for edge, _ in tape.edges.forbidden), *tape.edges.guards]
@@ -344,8 +346,9 @@ class Layout:
         if raw:
             own_passes.refuse_raw(tape, raw[0])
 
-    def _outputs(self, tape: Tape, run: Callable[[int], Any], count: int) -> list[Tensor]:
+    def _outputs(self, tape: Tape, run: Callable[[int], Any], count: int, effects: SideEffects) -> list[Tensor]:
         """The outputs with a gradient of a pass on ``tape``."""
+        effects.restore()
         with torch.enable_grad(), self.recording(tape):
             output = run(count)
         return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -367,24 +370,24 @@ class Layout:
         for param in tape.uses.counts:
             self.unmet.pop(param, None)
 
-    @staticmethod
-    def _may_be_reached(tape: Tape, names: dict[Parameter, str], outputs: list[Tensor]) -> bool:
-        """Return whether a path leads from the outputs to what no gradient may reach, or to a parameter itself."""
-        ends = {id(end) for end in (*names, *tape.edges.guards)}
-        forbidden = {edge.node for edge, _ in tape.edges.forbidden}
-        seen = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        if any(id(output) in ends for output in outputs):
+
+def _may_be_reached(tape: Tape, names: dict[Parameter, str], outputs: list[Tensor]) -> bool:
+    """Return whether a path leads from the outputs to what no gradient may reach, or to a parameter itself."""
+    ends = {id(end) for end in (*names, *tape.edges.guards)}
+    forbidden = {edge.node for edge, _ in tape.edges.forbidden}
+    seen = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    if any(id(output) in ends for output in outputs):
+        return True
+    waiting: list[Any] = list(seen)
+    while waiting:
+        node = waiting.pop()
+        if node in forbidden or id(getattr(node, "variable", None)) in ends:
             return True
-        waiting: list[Any] = list(seen)
-        while waiting:
-            node = waiting.pop()
-            if node in forbidden or id(getattr(node, "variable", None)) in ends:
-                return True
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
-        return False
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False
 
 
 def _nothing_saved() -> torch.autograd.graph.saved_tensors_hooks:

@@ -135,6 +135,23 @@ def test_a_part_that_first_runs_later_is_trained(name, batch):
                     torch.testing.assert_close((old - p.detach()) * batch / RATE, summed, rtol=1e-3, atol=1e-4)
 
 
+def test_a_model_that_goes_by_the_number_of_its_calls_is_trained():
+    """Looks and experiments are several calls, each of which is to be the next one: this was refused."""
+
+    class Counting(Late):
+        def forward(self, x):
+            self.calls += 1
+            self.epoch = self.calls > 1
+            return super().forward(x)
+
+    model = Counting(_extra, nn.Linear(LENGTH, LENGTH))
+    model.calls, before = 0, model.extra.weight.detach().clone()
+    step, loader = training_step(model, LENGTH, "lines")
+    for call, batch in enumerate(loader, 1):
+        step(*batch)
+        assert model.calls == call and (call > 1) != torch.equal(model.extra.weight, before)
+
+
 @pytest.mark.parametrize("way", ["lines", "hooks", "engine"])
 def test_a_part_that_first_runs_later_and_mixes_examples_is_refused(way):
     model = Late(lambda m, h: m.extra(h - h.mean(0)), nn.Linear(LENGTH, LENGTH))
