@@ -89,7 +89,7 @@ prove-exactness: $(TORCH_READY)  ##ci dpcore's fast paths in float32 beside floa
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)
 
-findings: $(READY)  ##ci rewrites the tables of README and results/findings from the committed records
+findings: $(READY)  ##ci rewrites the tables of README, docs and results/findings from the committed records
 	$(BIN)/dpbench findings $(ARGS)
 
 history: $(READY)  ##ci adds a run (RUN=folder) to results/history: a file that is never rewritten

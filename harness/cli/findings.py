@@ -12,7 +12,7 @@ def findings(
         bool, typer.Option("--check", help="Write nothing; end with 1 where a table is out of date.")
     ] = False,
 ) -> None:
-    """Write the tables and the figure of README and results/findings anew from the committed records."""
+    """Write the tables and the figure of README, docs and results/findings anew from the committed records."""
     from harness.published import index, pages
     from harness.store.cache import write_atomically
 

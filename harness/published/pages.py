@@ -28,8 +28,8 @@ BLOCK = re.compile(
 
 def pages() -> Iterator[Path]:
     """Yield the pages that may hold such blocks."""
-    yield ROOT / "README.md"
-    yield ROOT / "results" / "README.md"
+    for page in ("README.md", "results/README.md", "docs/hyperparameters.md"):
+        yield ROOT / page
     yield from sorted((ROOT / "results" / "findings").glob("*.md"))
 
 

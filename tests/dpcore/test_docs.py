@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import pkgutil
 import re
+import statistics
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +24,11 @@ import dpcore.schedulers
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
-    *("dpcore", "dpcore-engine", "dpcore-features", "dpcore-refusals", "dpcore-internals"),
+    *("primer", "hyperparameters", "dpcore", "dpcore-engine", "dpcore-features", "dpcore-refusals", "dpcore-internals"),
     *("migration", "privacy", "exactness", "side_by_side", "patches"),
 )
 DOCUMENTS = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "dpcore" / "examples" / "README.md"]
+SETTINGS = ROOT / "docs" / "hyperparameters.md"
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -94,20 +99,76 @@ def test_the_api_page_holds_every_public_name():
     assert names >= {*dpcore.__all__, *dpcore.accountants.__all__, *schedules} - unnamed | told
 
 
+def _snippets(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def _run(snippet: str, space: dict[str, Any]) -> None:
+    """Run a snippet, on a model, an optimizer and a loader of its own where it makes them private."""
+    if "make_private" in snippet:
+        space["model"] = torch.nn.Linear(6, 3)
+        space["optimizer"] = torch.optim.SGD(space["model"].parameters(), lr=0.1)
+        rows = TensorDataset(torch.randn(400, 6), torch.arange(400) % 3)
+        space["loader"] = DataLoader(rows, batch_size=40)
+    exec(snippet, space)
+
+
+def _test_rows() -> dict[str, Any]:
+    return {"F": F, "torch": torch, "steps": 0, "test_x": torch.randn(20, 6), "test_y": torch.arange(20) % 3}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_guides_snippets_run_as_they_stand(tmp_path, monkeypatch):
-    """One after the other, each on a model, an optimizer and a loader of its own where it makes them private."""
     monkeypatch.chdir(tmp_path)
     guide = (ROOT / "docs" / "dpcore.md").read_text()
-    own = guide[: guide.index("## In a training library")]
-    space = {"F": F, "torch": torch, "steps": 0, "test_x": torch.randn(20, 6), "test_y": torch.arange(20) % 3}
-    snippets = re.findall(r"```python\n(.*?)```", own, flags=re.DOTALL)
+    snippets, space = _snippets(guide[: guide.index("## In a training library")]), _test_rows()
     assert len(snippets) == 7
     for snippet in snippets:
-        if "make_private" in snippet:
-            space["model"] = torch.nn.Linear(6, 3)
-            space["optimizer"] = torch.optim.SGD(space["model"].parameters(), lr=0.1)
-            rows = TensorDataset(torch.randn(400, 6), torch.arange(400) % 3)
-            space["loader"] = DataLoader(rows, batch_size=40)
-        exec(snippet, space)
+        _run(snippet, space)
     assert space["steps"] == 10 and 0.0 < space["accuracy"] < 1.0 and space["weights"].keys() == {"weight", "bias"}
+
+
+def test_the_primer_is_one_page_and_computes_its_epsilon():
+    primer = (ROOT / "docs" / "primer.md").read_text()
+    (snippet,), space = _snippets(primer), _test_rows()
+    _run(snippet, space)
+    assert len(primer.split()) <= 700 and snippet.endswith(f"# {space['epsilon']:.2f}\n")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_snippets_on_settings_run_behind_the_guides_first():
+    first, *_ = _snippets((ROOT / "docs" / "dpcore.md").read_text())
+    norms, averaging = _snippets(SETTINGS.read_text())
+    space = _test_rows() | {"model": torch.nn.Linear(6, 3)}
+    _run(norms, space)
+    assert 0.0 < space["C"] < 100.0
+    _run(first, space)
+    _run(averaging, space)
+    assert space["averaged"](space["test_x"]).shape == (20, 3)
+
+
+def test_the_noise_of_each_batch_size_is_what_the_accountant_says():
+    number = r" ([\d.e-]+) \|"
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|" + 3 * number, SETTINGS.read_text(), flags=re.MULTILINE)
+    assert len(rows) == 6
+    for batch, epochs, steps, sigma, update, run in (map(float, row) for row in rows):
+        assert steps == epochs * 50_000 / batch
+        accountant = dpcore.accountants.PRVAccountant()
+        accountant.step(noise_multiplier=sigma, sample_rate=batch / 50_000, steps=int(steps))
+        assert accountant.get_epsilon(1e-5) == pytest.approx(3, rel=2e-3)
+        assert sigma / batch == pytest.approx(update, rel=0.03)
+        assert sigma / batch / math.sqrt(steps) == pytest.approx(run, rel=0.03)
+
+
+def test_our_accuracies_are_those_of_the_committed_runs():
+    told = SETTINGS.read_text()
+    runs = [json.loads(path.read_text()) for path in (ROOT / "results").glob("minilm-imdb/*-dpcore-seed*.json")]
+    kinds = {name: [run["accuracy"] for run in runs if run["train"] == name] for name in ("full", "lora", "bias")}
+    beside = (ROOT / "results" / "accuracy-beside-opacus").glob("*.json")
+    every = [run for path in beside for run in json.loads(path.read_text())["runs"]]
+    kinds["mnist"] = [run["accuracy"] for run in every if run["library"] == "dpcore"]
+    for found in kinds.values():
+        assert f"| {statistics.mean(found):.4f} [{min(found):.4f}, {max(found):.4f}] | {len(found)} |" in told
+    once = re.findall(r"\| (0\.\d{4}) \| 1 \| .* ¹ \|", told)
+    examples = (ROOT / "dpcore" / "examples" / "README.md").read_text()
+    assert len(once) == 4 and all(f"| {accuracy} |" in examples for accuracy in once)
