@@ -36,13 +36,14 @@ class Size:
 # for what surrounds a measurement: quotas, variables, GPUs, what is installed, users of one cache, and harness by 485
 # and tests by 600 for the gate's steps of AdamW, the order of a worker's messages, what a rejection says, and the
 # faults and cheats that they reject. Lastly harness by 43 and tests by 46 for rounds that go on until the fastest is
-# known, and for lists of one kind. The room of Opacus' names is counted apart.
+# known, and for lists of one kind, frameworks by 2 for AdamW on an empty batch. The room of Opacus' names is counted
+# apart.
 LIMITS = {
     "harness": Size(lines=36_770, long_classes=0, long_files=6),
     "dpcore": Size(lines=28_292, long_classes=3, long_files=3),
     "dpcore/opacus_names": Size(lines=1_094, long_classes=0, long_files=0),
-    "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=51_193, long_classes=0, long_files=16),
+    "frameworks": Size(lines=5_828, long_classes=0, long_files=0),
+    "tests": Size(lines=51_194, long_classes=0, long_files=16),
 }
 
 
