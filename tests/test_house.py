@@ -45,7 +45,7 @@ LIMITS = {
     "harness": Size(lines=36_900, long_classes=0, long_files=5),
     "dpcore": Size(lines=28_148, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
-    "frameworks": Size(lines=5_953, long_classes=0, long_files=0),
+    "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
     "tests": Size(lines=51_766, long_classes=0, long_files=16),
 }
 

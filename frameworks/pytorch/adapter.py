@@ -67,8 +67,10 @@ class PyTorch(TorchAdapter):
         return torch.compile(summed_where, dynamic=False) if self.compiled else summed
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
-        if len(indices) == 0:
-            return
+        if len(indices) == 0:  # AdamW moves the weights all the same
+            for parameter in torch_models.trained_parameters(self.model):
+                parameter.grad = torch.zeros_like(parameter)
+            return self.optimizer.step()
         x, y = self.batch(indices)
         with self.autocast():
             if self.compiled:

@@ -86,15 +86,15 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
         done = counted = 0
         measured.append(0.0)
         while done < len(batches):
-            # A few steps, then until the referee stops it, in whichever epoch that is, then the rest. With turns, each
-            # of these in as many turns as it takes.
+            # A few steps, those of the memory process, then until the referee stops it, in whichever epoch that is,
+            # then the rest. With turns, these two in as many turns as it takes.
             is_first = epoch == done == 0
             if turn is not None:
                 uncounted = int(not is_first and turn >= FIRST_STEP_COUNTS_BELOW)
                 timed.begin_turn(batches[done : done + uncounted], epoch, done)
                 done, made_in_all = done + uncounted, made_in_all + uncounted
             part = batches[:REPLAYED_STEPS] if is_first else batches[done:]
-            length = turn_length(len(part), turn - uncounted) if turn is not None else len(part)
+            length = len(part) if is_first or turn is None else turn_length(len(part), turn - uncounted)
             expected, stop = None, None
             if not is_first and not halted:
                 expected = timed.seconds[0] / REPLAYED_STEPS * (steps * count - made_in_all)
