@@ -39,7 +39,7 @@ class Size:
 # run, and tests by 107 for them, for signals that go wrong in more ways and for sizes that meet.
 LIMITS = {
     "harness": Size(lines=36_727, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_316, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_291, long_classes=3, long_files=3),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
     "tests": Size(lines=51_271, long_classes=0, long_files=16),
