@@ -43,7 +43,7 @@ class Size:
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
 LIMITS = {
     "harness": Size(lines=36_900, long_classes=0, long_files=5),
-    "dpcore": Size(lines=28_148, long_classes=0, long_files=0),
+    "dpcore": Size(lines=28_123, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
     "tests": Size(lines=51_766, long_classes=0, long_files=16),

@@ -350,7 +350,8 @@ class IsolationCheck:
         param = None if found is None else sums.differs(trial.recorded, found, half)
         if found is None or again is None or param is None:
             return
-        off, noise = (abs(found.get(param, 0.0) - other) for other in (trial.recorded_of(param), again.get(param, 0.0)))
+        recorded = trial.recorded.get(param, sums.Recorded()).projection
+        off, noise = (abs(found.get(param, 0.0) - other) for other in (recorded, again.get(param, 0.0)))
         if noise > off / 4 or trial.drew:
             warn_caller(UNREPEATABLE.format(what="whether all of each gradient is recorded"))
             return

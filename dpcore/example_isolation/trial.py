@@ -84,10 +84,6 @@ class Trial:
         """True where such a pass notes that."""
         self._counts_left_behind = True
 
-    def recorded_of(self, param: Parameter) -> float:
-        """Return the projection of the sum of a parameter's recorded gradients."""
-        return self.recorded.get(param, sums.Recorded()).projection
-
     def without_left_behind(self) -> None:
         """Take what the model leaves in attributes for no output from now on: the loss need not come from it."""
         self._counts_left_behind, self.shapes = False, None
@@ -117,11 +113,10 @@ class Trial:
 
     def _measure(self, batch: Any, excluded: Tensor, alone: int | None, changed: bool, dropped: int) -> Measurements:
         found: Measurements = {}
-        spent = False
 
         def look_alone(tape: Tape, outputs: list[Tensor]) -> None:
-            nonlocal spent
-            spent = alone is not None and self._check_alone(tape, outputs, alone)
+            if alone is not None:
+                self._check_alone(tape, outputs, alone)
 
         def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
             weights = self._all_weights(outputs, excluded if changed else None, dropped)
@@ -133,16 +128,9 @@ class Trial:
                     self.recorded = {param: sums.Recorded.of(param, grad) for param, grad in raw.items()}
                 found.update(self._found(tape, outputs, weights, excluded, dropped, record))
 
-        def look_both_ways(tape: Tape, outputs: list[Tensor]) -> None:
-            look_alone(tape, outputs)
-            if not spent:
-                look_at_all(tape, outputs)
-
-        if not self.subject.compiled:
+        if alone is None or not (self.large or self.subject.compiled):
             try:
-                self._pass(batch, dropped, look_both_ways)
-                if spent:
-                    self._pass(batch, dropped, look_at_all)
+                self._pass(batch, dropped, look_alone, look_at_all)
                 return found
             except RuntimeError as error:
                 if "donated buffers" not in str(error):
@@ -290,8 +278,8 @@ class Trial:
         else:
             yield torch.arange(len(kept), device=kept.device), kept_gradient(choice)
 
-    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
-        """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
+    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> None:
+        """Experiment 1; its graph is not kept for another look where it is large.
 
         An output with the batch's length in two dimensions may have its examples in either.
         """
@@ -305,12 +293,12 @@ class Trial:
                 theirs = (owners == row).nonzero().flatten().to(output.device)
                 weight = torch.zeros_like(output)
                 weights.append(weight.index_copy_(dim, theirs, _weights(output).index_select(dim, theirs)))
-            spent = self.large and way + 1 == possible
-            own_passes.pull(tape, [output for output, _ in by_row], weights, keep=not (spent or self.subject.compiled))
+            spent = way + 1 == possible and (self.large or self.subject.compiled)
+            own_passes.pull(tape, [output for output, _ in by_row], weights, keep=not spent)
             found = self._reaches_others(tape, row)
             if found is None:
                 self._way = way
-                return spent
+                return
             reached = found if reached is None else reached
         if reached is not None:
             what = "loss" if self.losses else "output"
@@ -318,7 +306,6 @@ class Trial:
                 f"The {what} of one example has a gradient at {self.subject.names[reached]} in the rows of other "
                 f"examples: the model mixes the examples of a batch. {REMEDY}"
             )
-        return False
 
     def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
         with _without_autocast(self.subject.names):

@@ -53,7 +53,6 @@ _OWNERS: WeakKeyDictionary[Any, WeakSet[Unused]] = WeakKeyDictionary()
 and is told from others by its rate."""
 _NAMES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _NEXT_NAME = itertools.count()
-_DRAWN: list[int] = [0]  # Poisson batches of this process
 
 
 def name_of(loader: Any) -> int:
@@ -70,15 +69,10 @@ def give(loader: Any, owner: Unused) -> None:
 
 def hand_out(loader: Any, number: int, source: Source, draw: int | None, examples: int) -> None:
     """Note that ``loader`` has handed out a batch made of ``examples`` examples of its data set."""
-    _DRAWN[0] += source is not None
+    Ledger.poisson_batches += source is not None
     batch = Batch(name_of(loader), number, source, draw, examples)
     for unused in list(_OWNERS.get(loader, _ALL)):
         unused.of[source].append(batch)
-
-
-def poisson_batches() -> int:
-    """Return how many Poisson batches this process's loaders have handed out: each is a sample by itself."""
-    return _DRAWN[0]
 
 
 class Ledger:
@@ -87,6 +81,9 @@ class Ledger:
     Optimisers of one accountant share ``unused``: two models must not be trained on the same batch. ``checks`` False:
     the user's own batches are used, and none is refused.
     """
+
+    poisson_batches = 0
+    """How many this process's loaders have handed out; each is a sample by itself."""
 
     def __init__(self, source: Callable[[], Source], unused: Unused, checks: bool = True) -> None:
         self.source = source

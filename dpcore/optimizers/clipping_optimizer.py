@@ -123,8 +123,12 @@ class ClippingOptimizer(OptimizerWrapper):
 
     def discard(self) -> None:
         """Forgets clipped sums of an unfinished logical batch, and its flag."""
+        self._forget(self.logical_batch.discard)
+
+    def _forget(self, announced: Callable[[], None]) -> None:
+        """Forget the batch at hand, and by ``announced()`` its pieces to come."""
         self.module.forget()
-        self.logical_batch.discard()
+        announced()
         self._clear()
         self.summed.forget()
 
@@ -145,15 +149,8 @@ class ClippingOptimizer(OptimizerWrapper):
             self._take_piece(self._add_backward_passes)
             self.summed.show()
         except BaseException:
-            self._abandon()
+            self._forget(self.logical_batch.fail)
             raise
-
-    def _abandon(self) -> None:
-        """Forget the batch of a step that has failed."""
-        self.module.forget()
-        self.logical_batch.fail()
-        self._clear()
-        self.summed.forget()
 
     def _take_piece(self, add: Callable[[], list[int]]) -> None:
         """Count the piece that ``add()`` adds to the sum; it returns the numbers of examples of its passes."""

@@ -47,8 +47,8 @@ class LogicalBatch:
 
     :meth:`hand_out` and :meth:`signal` announce pieces, in the order of their steps. :meth:`begin` and
     :meth:`add_piece` stand around the addition of the one that is next. :meth:`stepping` is open while the sum's update
-    is made. :meth:`end` follows a step. :meth:`leave` says that a loop has ended. :meth:`discard` forgets everything,
-    after an error or before another loop.
+    is made. :meth:`end` follows a step, and :meth:`fail` or :meth:`discard` where the sum is forgotten. :meth:`leave`
+    says that a loop has ended.
 
     Without pieces, every backward pass is a batch of its own, and a step may add up several (``batches``).
     """
@@ -62,10 +62,11 @@ class LogicalBatch:
         self.pieces = 0
         """How many were added in all."""
         self._signalled = 0  # batches whose pieces were announced by signals
-        self._forget_announced()
+        self.discard()
         self._reset()
 
-    def _forget_announced(self) -> None:
+    def discard(self) -> None:
+        """Forget what was announced."""
         self._waiting: deque[Piece] = deque()  # announced, and not added yet
         self._handed_out = False  # whether a loop over a loader's pieces is under way
         self._ahead = False  # whether it draws pieces before the steps of those before them
@@ -117,11 +118,8 @@ class LogicalBatch:
             drawn: How many batches the loader has handed out.
         """
         self._waiting.append(Piece(self._signalled, None, self._begins, goes_on, drawn))
-        self._end_signals(not goes_on)
-
-    def _end_signals(self, last: bool) -> None:
-        self._begins = last
-        self._signalled += last
+        self._begins = not goes_on
+        self._signalled += self._begins
 
     @property
     def schedules_wait(self) -> bool:
@@ -251,7 +249,8 @@ class LogicalBatch:
                 "piece; for several updates on one batch (PPO's epochs, a GAN's critic) draw a fresh batch for each."
             )
         if not self._waiting:
-            self._end_signals(last=True)
+            self._begins = True
+            self._signalled += 1
             return Piece(last.batch if last is not None else self._signalled, None, last is None, False)
         piece = self._waiting.popleft()
         if piece.first != (last is None) or (last is not None and piece.batch != last.batch):
@@ -297,15 +296,9 @@ class LogicalBatch:
         self.accumulator.clear()
 
     def fail(self) -> None:
-        """Forget the sum after an error of a step, and pieces of a loader; those of the loop's own stay announced."""
+        """Forget a loader's pieces, after an error of a step; those of the loop's own stay announced."""
         if self._handed_out:
             self._waiting.clear()
-        self.end()
-
-    def discard(self) -> None:
-        """Forget the sum, and what was announced."""
-        self._forget_announced()
-        self.end()
 
 
 def _is_of(piece: Piece, rows: int, given: Sequence[Tensor]) -> bool:

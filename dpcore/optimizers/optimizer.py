@@ -244,7 +244,7 @@ class DPOptimizer(ClippingOptimizer):
                 self.steps += 1
             self.scale_grad()
         except BaseException:
-            self._abandon()  # or the batch would be added to the next one
+            self._forget(self.logical_batch.fail)  # or the batch would be added to the next one
             raise
         for param in self.accumulator.names:
             self.module.ordinary_gradients.release(param)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpcore.loading.ledger import Batch, Ledger, Source, name_of, poisson_batches
+from dpcore.loading.ledger import Batch, Ledger, Source, name_of
 from dpcore.noise import GaussianNoise
 
 
@@ -62,7 +62,7 @@ class PrivateRun:
     @property
     def handed_out(self) -> int:
         """How many batches the loader has handed out so far, where it counts them; without one, how many any has."""
-        return poisson_batches() if self.loader is None else getattr(self.loader, "handed_out", 0)
+        return Ledger.poisson_batches if self.loader is None else getattr(self.loader, "handed_out", 0)
 
     @property
     def _used(self) -> tuple[Batch, ...]:
