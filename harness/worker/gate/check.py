@@ -27,7 +27,7 @@ def check(name: str, error: float | None, limit: float | None, detail: str = "")
     return {
         "check": name,
         "error": None if error is None else float(error),
-        "limit": None if limit is None else float(limit),
+        "limit": float(limit) if limit is not None and math.isfinite(limit) else None,
         "passed": passed,
         "detail": detail,
     }
