@@ -376,7 +376,7 @@ def test_an_engine_that_compiles_takes_none(taken: mock.Mock) -> None:
     engine = Engine(Autocast(model), aligned, max_grad_norm=0.5, check_isolation=False, compile="eager")
     for _ in range(3):
         engine.clipped_sum(x, y)
-    assert engine._sums.graphs is not None and engine._graphs.sizes
+    assert engine._sums.graphs is not None and engine._sums.graphs.sizes
     assert not taken.called
 
 
