@@ -72,6 +72,8 @@ NOT_COMPARED = {
     "opacus-ghost on small-gpt2, on gpt2-lm": "Opacus refuses a tied head in its ghost mode",
 }
 WITHOUT_EXAMPLE = {
+    "jaxdpopt": "its example, a notebook, trains a large pretrained network; the adapter calls its functions in that "
+    "order (its NOTES.md)",
     "pyvacy": "the release on the package index does not clip right, and the gate rejects it (its NOTES.md); its code "
     "at the paper's commit is pyvacy_git",
     "tfp_xla": "no library, but a step of the paper's authors, completed here",
