@@ -105,8 +105,8 @@ class Spending:
         examples, budget, delta = self._examples, self.budget, self.delta
         # Nobody asked for this delta: another one has another epsilon.
         origin = f" (below 1 / {examples} examples)" if examples and not budget else ""
-        spent = rounded_up(self.accountant.get_epsilon(delta))
-        parts = [f"accountant={self.accountant!r}", f"epsilon={spent} at {delta=:g}{origin}"]
+        spent = f"epsilon={rounded_up(self.accountant.get_epsilon(delta))} at {delta=:g}{origin}"
+        parts = [f"accountant={self.accountant!r}", spent if self.accountant.history else "no private step yet"]
         return [*parts, f"budget={budget.epsilon:g}"] if budget else parts
 
     def set_budget(self, epsilon: float | None, delta: float | None, fits: Sequence[Any] = ()) -> None:
