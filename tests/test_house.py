@@ -46,7 +46,7 @@ LIMITS = {
     "dpcore": Size(lines=28_123, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=51_768, long_classes=0, long_files=16),
+    "tests": Size(lines=51_769, long_classes=0, long_files=16),
 }
 
 

@@ -219,6 +219,7 @@ def test_a_penalty_that_the_model_returns_is_refused_with_its_remedy():
 
 def test_objects_say_what_they_are():
     engine, model, optimizer, loader = _private()
+    assert "no private step yet" in repr(engine) and "epsilon" not in repr(engine)
     for x, y in loader:
         step(model, optimizer, x, y)
     assert repr(engine.accountant) == "PLDAccountant(6 steps: 6 at noise 1, rate 0.166667)"
