@@ -74,7 +74,7 @@ BROWN: dict[str, Any] = {
     "in_paper": False,
     "initial_deviation": 0.02,
 }
-"""What tasks on one data set have in common."""
+"""Shared by tasks on one data set."""
 
 TASKS: dict[str, Task] = {
     task.name: task

@@ -43,10 +43,10 @@ class Size:
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
 LIMITS = {
     "harness": Size(lines=36_900, long_classes=0, long_files=5),
-    "dpcore": Size(lines=28_123, long_classes=0, long_files=0),
+    "dpcore": Size(lines=28_125, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=51_769, long_classes=0, long_files=16),
+    "tests": Size(lines=51_778, long_classes=0, long_files=16),
 }
 
 

@@ -1,4 +1,4 @@
-"""What lies in ``p.grad``: the ordinary gradient of a batch, what a private step released, or neither."""
+"""Tells what lies in ``p.grad``: the ordinary gradient of a batch, what a private step released, or neither."""
 
 from __future__ import annotations
 

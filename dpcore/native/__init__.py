@@ -360,7 +360,7 @@ def max_pool(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[Ten
     ``window``: the kernel's height and width (at most 255 numbers), strides, paddings.
     """
     out = x.new_empty((*x.shape[:-2], *size))
-    codes = torch.empty(out.shape, dtype=torch.uint8)
+    codes = torch.empty(out.shape, dtype=torch.uint8, device=x.device)  # not the user's default one
     _call("dpcore_max_pool_forward", (x, out, codes), *_planes(x, window, size))
     return out, codes
 

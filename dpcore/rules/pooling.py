@@ -83,14 +83,16 @@ class _ByKernel(torch.autograd.Function):
 
 
 def _places(codes: Tensor, shape: torch.Size, window: tuple[int, ...]) -> Tensor:
-    """Where in its plane every largest number lies: torch's indices."""
+    """Return where in its plane every largest number lies: torch's indices."""
     (rows, columns), (_, width, *strides), paddings = codes.shape[-2:], window[:4], window[4:]
-    row = torch.arange(rows)[:, None] * strides[0] - paddings[0] + codes.long() // width
-    return row * shape[-1] + torch.arange(columns) * strides[1] - paddings[1] + codes.long() % width
+    row = torch.arange(rows, device=codes.device)[:, None] * strides[0] - paddings[0] + codes.long() // width
+    return (
+        row * shape[-1] + torch.arange(columns, device=codes.device) * strides[1] - paddings[1] + codes.long() % width
+    )
 
 
 def _outputs(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """How many windows there are in one direction; 0 for what is torch's to compute, or to refuse."""
+    """Return how many windows there are in one direction; 0 for what is torch's to compute, or to refuse."""
     rest = length + 2 * padding - kernel
     if dilation != 1 or min(kernel, stride) < 1 or not 0 <= 2 * padding <= kernel or rest < 0:
         return 0

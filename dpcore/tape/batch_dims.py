@@ -1,4 +1,4 @@
-"""Which dimension of a tensor is the batch."""
+"""Finds which dimension of a tensor is the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tape watches: the trained parameters, and what a model computes from them alone."""
+"""Keeps what a tape watches: the trained parameters, and what a model computes from them alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison is asked for, and what is refused."""
+"""Holds what a comparison is asked for, and refuses what it cannot do."""
 
 from __future__ import annotations
 

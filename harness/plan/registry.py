@@ -25,7 +25,7 @@ LAYER_FILES = ("layers.py", "layers.toml")
 """Files of a framework's folder that belong to the layer benchmark and have a hash of their own."""
 
 TASK_FILES = ("network.py", "architectures.py", "optimizer.py", "task.py", "tasks.py")
-"""Of another tree: where its tasks are."""
+"""Lies in another tree, and says where its tasks are."""
 
 OWN_SAMPLING = ("poisson", "shuffled", "fixed")
 EVERY_TASK = "every-task"

@@ -1,4 +1,4 @@
-"""What the gate says of a run's contestants: judged once for each task, asked for ever after."""
+"""Tells what the gate says of a run's contestants: judged once for each task, asked for ever after."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Mode = Literal["time", "memory", "gate", "probe"]
 
 @dataclass(frozen=True)
 class Message:
-    """What travels as JSON."""
+    """Travels as JSON."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -87,3 +87,12 @@ def test_the_step_keeps_a_byte_for_an_output(monkeypatch):
         engine.clipped_sum(x.detach(), torch.zeros(8, dtype=torch.int64))
     assert any(t.dtype == torch.uint8 for t in kept)
     assert not [t for t in kept if t.dtype == torch.int64 and t.shape == (8, 16, 16, 16)]
+
+
+def test_the_users_default_device_is_not_the_kernels(monkeypatch):
+    monkeypatch.setattr(pooling, "WORTH_A_KERNEL", 0)
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    places = _places(native.max_pool(x.detach(), (2, 2, 1, 1, 0, 0), [8, 8])[1], x.shape, (2, 2, 1, 1, 0, 0))
+    with torch.device("meta"):
+        codes = native.max_pool(x.detach(), (2, 2, 1, 1, 0, 0), [8, 8])[1]
+        assert codes.device == x.device and torch.equal(_places(codes, x.shape, (2, 2, 1, 1, 0, 0)), places)

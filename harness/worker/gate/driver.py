@@ -1,4 +1,4 @@
-"""What the gate drives, and how far rounding may move it: an adapter with the gate's data, through ``build``,
+"""Holds what the gate drives, and how far rounding may move it: an adapter with the gate's data, through ``build``,
 ``place``, ``step``, ``synchronize`` and ``parameters`` only, so that what is checked is what is timed."""
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Driver:
 
 
 class Room:
-    """What float32, and a task's lower precision, may move; of a reference, in the gate's own units."""
+    """Holds what float32, and a task's lower precision, may move; of a reference, in the gate's own units."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver

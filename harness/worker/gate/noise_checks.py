@@ -28,11 +28,11 @@ PAIRED_STEPS = 1024
 """The last steps, of which every two are compared."""
 OTHER_VALUES = 4_000
 OTHER_STEPS = 4
-"""Of a run with another seed: at least so many values and steps."""
+"""Taken of a run with another seed: at least so many values and steps."""
 REPRODUCED_STEPS = 8
 COORDINATE_VALUES = 8_000_000
 REAL_NOISE_MULTIPLIER = 0.02
-"""So little that a wrong gradient under the noise would show."""
+"""Chosen so small that a wrong gradient under the noise would show."""
 REAL_NOISE_CASES = ("some clipped", "none clipped", "all clipped", f"{gate_cases.MOST_ROWS} rows")
 REAL_NOISE_VALUES = 1_500
 """Values of noise that are looked at on every such batch, by as many seeds as that takes."""

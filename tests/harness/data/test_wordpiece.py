@@ -76,7 +76,7 @@ def safetensors(arrays: dict[str, np.ndarray]) -> bytes:
 
 TASK = replace(GATE_TASKS["small-encoder-lora"], dataset="imdb-wordpiece", pretrained=True)
 BLOCKS = 2
-"""Of the small encoders."""
+"""Used by the small encoders."""
 
 
 def published(task: Task) -> dict[str, np.ndarray]:
