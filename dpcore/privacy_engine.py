@@ -29,6 +29,7 @@ from dpcore.private_setup import (
     run_seed,
     spelled_out,
 )
+from dpcore.secret_seeds import check_seed
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -46,10 +47,10 @@ class PrivacyEngine(ExtensionPoints):
         secure_mode: Noise and batches come from the operating system's cryptographic generator, and noise is hardened
             against attacks on floating point. Slower, and nothing can be repeated.
         seed: Makes noise and batches reproducible. Without it they are secret, as they must be for a release; a
-            loader's ``generator`` then seeds the batches.
+            loader's ``generator`` then seeds the batches. A copy of the engine has none.
 
     Raises:
-        ValueError: there is no such accountant, or ``secure_mode`` was given a seed.
+        ValueError: there is no such accountant, a seed is below 0 or no whole number, or ``secure_mode`` was given one.
     """
 
     # The accountant, in whose place another one may come that knows of all steps; the budget, None where there is none.
@@ -61,8 +62,12 @@ class PrivacyEngine(ExtensionPoints):
             raise ValueError("secure_mode draws from the operating system and takes no seed; pass one of the two.")
         self._spending = Spending(create_accountant(accountant))
         self.secure_mode = secure_mode
-        self.seed = seed
+        self.seed = None if seed is None else check_seed(seed)
         self._made = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy a secret seed: with the first one's it would make the same batches and the same noise."""
+        vars(self).update(state, seed=None)
 
     @spelled_out
     def make_private(self, *, noise_multiplier: float, **options: Unpack[PrivateSettings]) -> Any:

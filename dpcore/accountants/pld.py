@@ -38,6 +38,9 @@ LARGEST_WINDOW = 2**22
 ERROR = 5e-4
 """Distance between the bounds that refinement aims at."""
 
+MEANINGLESS = 500.0
+"""An epsilon beyond which nothing is promised, e^ε leaves the floats, and the Rényi bound is tight enough."""
+
 # Mass that may be treated as an infinite loss over the whole history, relative to delta.
 TAIL_SHARE = 1e-7
 
@@ -399,23 +402,32 @@ def epsilon_upper(history: History, delta: float, error: float = ERROR) -> float
     exact = _exact(history, delta)
     if exact is not None:
         return exact
+    renyi = renyi_epsilon(history, delta)[0]
+    if renyi > MEANINGLESS:
+        return renyi
     tight, largest = _direction(history, delta, True, False, error)[1], _largest_loss_of_addition(history)
     if largest > tight:
         tight = max(tight, min(largest, _direction(history, delta, False, False, error)[1]))
     # Both are bounds, and where the FFT cannot resolve delta this one remains.
-    return min(tight, renyi_epsilon(history, delta)[0])
+    return min(tight, renyi)
 
 
 def epsilon_bounds(history: History, delta: float, error: float = ERROR) -> tuple[float, float]:
-    """(lower, upper) bounds, refined until they are within ``error`` of each other or the grid is at its finest."""
+    """(lower, upper) bounds, refined until they are within ``error`` of each other or the grid is at its finest.
+
+    The lower one is 0 where the Rényi bound is above MEANINGLESS.
+    """
     exact = _exact(history, delta)
     if exact is not None:
         return exact, exact
+    renyi = renyi_epsilon(history, delta)[0]
+    if renyi > MEANINGLESS:
+        return 0.0, renyi
     bounds, largest = [_direction(history, delta, True, True, error)], _largest_loss_of_addition(history)
     if largest > bounds[0][0]:
         low, high = _direction(history, delta, False, True, error)
         bounds.append((low, min(high, largest)))
-    upper = min(max(high for _, high in bounds), renyi_epsilon(history, delta)[0])
+    upper = min(max(high for _, high in bounds), renyi)
     return max(low for low, _ in bounds), upper
 
 

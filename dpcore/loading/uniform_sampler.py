@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from dpcore.arguments import check_number
-from dpcore.secret_seeds import draw_seed
+from dpcore.secret_seeds import check_seed, draw_seed
 
 MANY_STEPS = 1 - 1e-12
 
@@ -33,7 +33,8 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
 
     The size is Binomial(num_samples, sample_rate), drawn exactly, and the members are a uniform subset: the same
     distribution as one coin per example, in time proportional to the batch, and exact for any rate (float32 coins turn
-    1e-7 into 1.19e-7).
+    1e-7 into 1.19e-7). A copy, by ``copy.deepcopy`` or pickle, draws other batches, of a secret seed; to go on with the
+    same ones, use :meth:`state_dict`.
 
     Args:
         num_samples: How many examples there are.
@@ -66,11 +67,10 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.sample_rate = sample_rate
         self.steps = steps_per_epoch(sample_rate) if steps is None else int(steps)
         self.seed: int
-        self._is_chosen = seed is not None
         if seed is None:
             draw_seed(self)
         else:
-            self.seed = int(seed)
+            self.seed = check_seed(seed)
         self.secure = secure
         self.drawn = 0
         self._generator: torch.Generator | None = generator
@@ -78,10 +78,9 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self._resumed: int | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Draw a secret seed anew in a copy: two models on the same batches spend more than two on their own."""
+        """Draw a secret seed in a copy: two models on the same batches spend more than two on their own."""
         self.__dict__.update(state, _generator=None)
-        if not self._is_chosen:
-            draw_seed(self)
+        draw_seed(self)
 
     @property
     def generator(self) -> torch.Generator:
