@@ -306,23 +306,11 @@ class PrivacyEngine(ExtensionPoints):
         if optimizer is not None:
             checkpoint.restore_optimizer(optimizer, data_loader)
         else:
-            self._draw_anew(checkpoint)
+            _draw_anew(self, checkpoint)
         checkpoint.random.restore()
         checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
         checkpoint.restore_batches(data_loader, optimizer)
         return without_seeds(checkpoint.entries())
-
-    def _draw_anew(self, checkpoint: Checkpoint) -> None:
-        """Go on with other noise and batches than those of a checkpoint that was loaded without its optimizer."""
-        anew = checkpoint.draw_anew(self._spending.optimizers())
-        if self.seed is not None and checkpoint.noise_seed == str(run_seed(self.seed, self._made)):
-            self.seed, anew = secrets.randbits(128), True
-        if anew:
-            warn_caller(
-                "The checkpoint was loaded without its optimizer, and noise and batches of this run's seed would "
-                "repeat those of the checkpoint's steps; they go on with fresh secret seeds. Pass optimizer= to go on "
-                "bit for bit.",
-            )
 
     @staticmethod
     def is_compatible(*, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
@@ -345,3 +333,15 @@ class PrivacyEngine(ExtensionPoints):
 def _loader_of(optimizer: DPOptimizer | None, given: Any) -> Any:
     """Return the loader of whole batches that a checkpoint is about: the optimizer's where none was given."""
     return optimizer.run.loader if given is None and optimizer is not None else whole_batches(given)
+
+
+def _draw_anew(engine: PrivacyEngine, checkpoint: Checkpoint) -> None:
+    """Go on with other noise and batches than those of a checkpoint that was loaded without its optimizer."""
+    anew = checkpoint.draw_anew(engine._spending.optimizers())
+    if engine.seed is not None and checkpoint.noise_seed == str(run_seed(engine.seed, engine._made)):
+        engine.seed, anew = secrets.randbits(128), True
+    if anew:
+        warn_caller(
+            "The checkpoint was loaded without its optimizer, and noise and batches of this run's seed would repeat "
+            "those of the checkpoint's steps; they go on with fresh secret seeds. Pass optimizer= to go on bit for bit."
+        )

@@ -41,13 +41,14 @@ class Size:
 # harness by 173. dpcore was lowered when its three longest classes were cut and what compares it with Opacus became a
 # proof. The room of Opacus' names is counted apart; it grew by 33 for sentences about what cannot be run.
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
-# On 2026-11-28 dpcore by 45 and tests by 45 for copies that draw anew, seeds and files that cannot be.
+# On 2026-11-28 dpcore by 45 and tests by 45 for copies that draw anew, seeds and files that cannot be, and dpcore by
+# 215 and tests by 120 for the risk of attacks on membership.
 LIMITS = {
     "harness": Size(lines=36_900, long_classes=0, long_files=5),
-    "dpcore": Size(lines=28_170, long_classes=0, long_files=0),
+    "dpcore": Size(lines=28_385, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=51_830, long_classes=0, long_files=16),
+    "tests": Size(lines=51_950, long_classes=0, long_files=16),
 }
 
 
