@@ -9,6 +9,7 @@ from dpcore.functional import clipped_sum
 from dpcore.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
+from dpcore.privacy_report import report
 
 __version__ = "0.1.0"
 
@@ -24,4 +25,5 @@ __all__ = [
     "PrivacyError",
     "UnsupportedError",
     "clipped_sum",
+    "report",
 ]

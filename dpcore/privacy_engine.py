@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Iterator
 from typing import Any, Unpack
 
 from torch import nn
@@ -29,6 +30,7 @@ from dpcore.private_setup import (
     run_seed,
     spelled_out,
 )
+from dpcore.progress import progress
 from dpcore.secret_seeds import check_seed
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, whole_batches
@@ -170,8 +172,6 @@ class PrivacyEngine(ExtensionPoints):
             self._spending.check_delta(target_delta)
         return private
 
-    # ---- the budget
-
     def set_budget(self, epsilon: float | None, delta: float | None = None) -> None:
         """Refuse from now on every step that would exceed a budget; nothing of such a step is released.
 
@@ -192,8 +192,6 @@ class PrivacyEngine(ExtensionPoints):
         """
         return self._spending.within_budget(optimizer)
 
-    # ---- what was spent, and checkpoints
-
     def get_epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon that was spent so far.
 
@@ -209,6 +207,18 @@ class PrivacyEngine(ExtensionPoints):
             TypeError: it was not given.
         """
         return self._spending.get_epsilon(delta)
+
+    def progress(self, loader: Any, delta: float | None = None) -> Iterator[Any]:
+        """Yield the batches of ``loader`` behind a bar of tqdm, which tells epsilon every five seconds and at the end.
+
+        Args:
+            loader: The private loader.
+            delta: The δ at which epsilon is read; the budget's, or else a power of ten below 1 / (number of examples).
+
+        Raises:
+            UnsupportedError: the package tqdm is not installed.
+        """
+        return progress(self._spending, loader, delta)
 
     def __repr__(self) -> str:
         parts = self._spending.parts() + ["secure_mode=True"] * self.secure_mode

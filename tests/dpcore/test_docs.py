@@ -122,7 +122,7 @@ def test_the_guides_snippets_run_as_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     guide = (ROOT / "docs" / "dpcore.md").read_text()
     snippets, space = _snippets(guide[: guide.index("## In a training library")]), _test_rows()
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     for snippet in snippets:
         _run(snippet, space)
     assert space["steps"] == 10 and 0.0 < space["accuracy"] < 1.0 and space["weights"].keys() == {"weight", "bias"}
