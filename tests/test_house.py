@@ -51,7 +51,7 @@ LIMITS = {
     "dpcore": Size(lines=29_580, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_130, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=52_960, long_classes=0, long_files=16),
+    "tests": Size(lines=53_000, long_classes=0, long_files=16),
 }
 
 
