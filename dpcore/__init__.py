@@ -7,6 +7,7 @@ from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpcore.loading.units import users, views
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.privacy_report import report
@@ -26,4 +27,6 @@ __all__ = [
     "UnsupportedError",
     "clipped_sum",
     "report",
+    "users",
+    "views",
 ]

@@ -22,6 +22,7 @@ from dpcore.loading.uniform_sampler import (
     drawn_seed,
     steps_per_epoch,
 )
+from dpcore.loading.units import rows_per_unit
 from dpcore.tree import has_tensor, opened
 
 RAND_ON_EMPTY = (
@@ -89,8 +90,9 @@ class _Collate:
     def __call__(self, examples: list[Any]) -> Any:
         if examples:
             return self.collate(examples)
-        first = self.dataset[0]
-        return emptied(self.collate([first]), self.collate([first, first]))
+        data: Any = self.dataset
+        first = [data[0]] if rows_per_unit(data) is None else data.__getitems__([0])
+        return emptied(self.collate(first), self.collate([*first, *first]))
 
 
 class DPDataLoader(CountingDataLoader):

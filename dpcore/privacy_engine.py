@@ -21,15 +21,8 @@ from dpcore.opacus_names.engine import ExtensionPoints
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
-from dpcore.private_setup import (
-    PrivateSettings,
-    Setup,
-    check_length,
-    check_unprepared,
-    completed,
-    run_seed,
-    spelled_out,
-)
+from dpcore.private_inputs import check_length, check_unprepared
+from dpcore.private_setup import PrivateSettings, Setup, completed, run_seed, spelled_out
 from dpcore.progress import progress
 from dpcore.secret_seeds import check_seed
 from dpcore.spending import Spending

@@ -175,9 +175,10 @@ def _of_run(run: _Run) -> PrivacyReport:
         raise ValueError("No private step was counted, so there is nothing to report; train first.")
     delta = customary_delta(run.examples or 10**5 - 1)
     first = accountant.get_epsilon(delta)
+    one = "one user's training examples" if "one user" in _units(run) else "one training example"
     promise = (
-        f"This model is (ε = {rounded_up(first)}, δ = {delta:g})-differentially private: for adding or removing one "
-        "training example, whatever an attacker knows of all others."
+        f"This model is (ε = {rounded_up(first)}, δ = {delta:g})-differentially private: for adding or removing {one}, "
+        "whatever an attacker knows of all others."
     )
     warnings = run.warnings
     if not run.is_poisson:
@@ -217,8 +218,8 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
         for (sigma, rate), count in totals(accountant.history).items()
     ]
     shown = steps if len(steps) <= 5 else [*steps[:5], f"and {len(steps) - 5} other kinds"]
-    rows = [("unit", "one example")]
-    rows += [("examples", f"{run.examples:,}")] if run.examples is not None else []
+    rows = [("unit", _units(run))]
+    rows += [("units", f"{run.examples:,}")] if run.examples is not None else []
     drawn = {True: "Poisson samples, drawn by dpcore", False: "not drawn by dpcore", None: "not known"}
     rows += [("batches", drawn[run.is_poisson])]
     rows += [("steps", "; ".join(shown))]
@@ -230,6 +231,12 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
         rows += [("steps may fail with probability", f"{failure:g}, counted")]
     rows += [("accountant", "the privacy loss's distribution, an upper bound (dpcore)")]
     return Table("How it was trained", ("", ""), tuple(rows))
+
+
+def _units(run: _Run) -> str:
+    """Return what is added or removed, in words; of runs with several units it is the smallest."""
+    units = {setting.get("unit", "one example") for setting in run.settings} or {"one example"}
+    return units.pop() if len(units) == 1 else "one example"
 
 
 def _figure(accountant: PLDAccountant, title: str) -> str:
