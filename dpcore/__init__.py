@@ -7,6 +7,7 @@ from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpcore.loading.padding import padded
 from dpcore.loading.units import users, views
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
@@ -26,6 +27,7 @@ __all__ = [
     "PrivacyError",
     "UnsupportedError",
     "clipped_sum",
+    "padded",
     "report",
     "users",
     "views",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterator
 from typing import Any, Unpack
@@ -11,17 +10,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpcore import native
-from dpcore.accountants import IAccountant, create_accountant, get_noise_multiplier
+from dpcore.accountants import IAccountant, create_accountant
 from dpcore.budget import Budget, BudgetError
 from dpcore.checkpoint import Checkpoint, named_schedulers, without_seeds
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import warn_caller
-from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.opacus_names.engine import ExtensionPoints
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
-from dpcore.private_inputs import check_length, check_unprepared
+from dpcore.private_inputs import check_length, check_unprepared, steps_that_fit
 from dpcore.private_setup import PrivateSettings, Setup, completed, run_seed, spelled_out
 from dpcore.progress import progress
 from dpcore.secret_seeds import check_seed
@@ -149,18 +147,12 @@ class PrivacyEngine(ExtensionPoints):
             settings["sample_rate"] = loader.sample_rate
         check_length(loader, settings["sample_rate"])
         rate = 1 / len(loader) if settings["sample_rate"] is None else settings["sample_rate"]
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=rate,
-            epochs=epochs,
-            accountant=self.accountant.mechanism(),
-        )
-        private = self.make_private(noise_multiplier=noise_multiplier, **settings)
-        # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
-        planned = noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12))
+        mechanism = self.accountant.mechanism()
+        # Calibration finds that these steps fit; only beyond them need epsilon be computed at every step.
+        planned, failing = steps_that_fit(settings, rate, target_epsilon, target_delta, epochs, mechanism)
+        private = self.make_private(noise_multiplier=planned[0], **settings)
         if enforce_budget:
-            self._spending.set_budget(target_epsilon, target_delta, [planned])
+            self._spending.set_budget(target_epsilon, target_delta, [planned], failing)
         else:
             self._spending.check_delta(target_delta)
         return private

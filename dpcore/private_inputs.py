@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from scipy.stats import binom
 from torch import nn
 from torch.optim import Optimizer
 
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.accountants import get_noise_multiplier
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.loading.uniform_sampler import UniformWithReplacementSampler, overflow, steps_per_epoch
 from dpcore.loading.units import rows_per_unit, unit_words
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import check_takes_one_gradient
 from dpcore.privacy_unit import check_group
+
+RARE = 1e-12
+"""Chance of a cut batch beyond which there is a warning: 10,000 steps at epsilon 8 then charge 6e-5 to delta."""
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
@@ -84,3 +91,45 @@ def group_of(given: int | None, dataset: Any) -> int:
 def unit_of(dataset: Any, group: int) -> str:
     """Return what is one unit of a run, in words."""
     return unit_words(dataset) or ("one example" if group == 1 else f"one example, of {group} rows")
+
+
+def warn_of_overflow(sampler: UniformWithReplacementSampler) -> None:
+    """Warn where batches are cut so often that epsilon is charged for it."""
+    most, chance = sampler.max_batch_size, sampler.overflow
+    if chance > RARE:
+        enough = int(binom.isf(RARE**2, sampler.num_samples + 1, sampler.sample_rate))
+        warn_caller(
+            f"A batch is longer than max_batch_size={most} with the chance {chance:.3g}, and every step charges 2 "
+            f"exp(epsilon) times that to delta, an upper bound. With max_batch_size={enough} it is nothing.",
+        )
+
+
+def longest_batch(settings: Mapping[str, Any]) -> int | None:
+    """Return the most examples of a batch: as given, or that of a loader that draws its batches already."""
+    given, drawn = settings["max_batch_size"], getattr(settings["data_loader"], "batch_sampler", None)
+    return getattr(drawn, "max_batch_size", None) if given is None else given
+
+
+def steps_that_fit(
+    settings: Mapping[str, Any], rate: float, epsilon: float, delta: float, epochs: float, mechanism: str
+) -> tuple[tuple[float, float, int], float]:
+    """Return (noise multiplier, rate, number) of the steps of ``epochs`` rounds that fit a budget.
+
+    And the chance that one of them fails because its batch was cut; ValueError where that takes all of δ.
+    """
+    steps = math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12))
+    most, examples = longest_batch(settings), settings["data_loader"].dataset
+    # A little more, for the sum of many such chances is rounded.
+    failing = 0.0 if most is None else 2.0 * steps * overflow(len(examples), rate, most) * (1 + 1e-9)
+    # What an accountant finds with a chance of failures is up to 1e-6 above the truth.
+    target = epsilon - 2e-6 if failing else epsilon
+    left = delta - math.exp(min(target, 600.0)) * failing if failing else delta
+    if failing and left <= 0.0:
+        raise ValueError(
+            f"Batches are longer than max_batch_size with the chance {failing / 2:.3g} in all steps together, which at "
+            f"epsilon {epsilon:g} takes all of delta {delta:g}; give a larger max_batch_size."
+        )
+    noise = get_noise_multiplier(
+        target_epsilon=target, target_delta=left, sample_rate=rate, epochs=epochs, accountant=mechanism
+    )
+    return (noise, rate, steps), failing

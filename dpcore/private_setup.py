@@ -32,7 +32,16 @@ from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
 from dpcore.optimizers.optimizer import NOISE_HINT
-from dpcore.private_inputs import check_length, check_parameters, check_types, check_unprepared, group_of, unit_of
+from dpcore.private_inputs import (
+    check_length,
+    check_parameters,
+    check_types,
+    check_unprepared,
+    group_of,
+    longest_batch,
+    unit_of,
+    warn_of_overflow,
+)
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import check_iterated, check_pieces
 from dpcore.utils.fast_gradient_clipping_utils import check_criterion
@@ -106,6 +115,9 @@ class PrivateSettings(TypedDict, total=False):
             examples here holds for these. An example's gradient is that of the mean of its rows' losses, and is clipped
             once; the loss is reduced over all rows. None: as ``data_loader`` lays rows out, over :func:`dpcore.views`
             or :func:`dpcore.users`; one row over any other data set.
+        max_batch_size: The most examples of a batch, for bounded memory and shapes (truncated Poisson sampling): of a
+            longer one so many are kept, at random. Epsilon is an upper bound that charges the chance of a longer batch,
+            so let that be next to nothing: eight standard deviations beyond the mean. None: no limit.
     """
 
     module: Required[nn.Module]
@@ -127,6 +139,7 @@ class PrivateSettings(TypedDict, total=False):
     check_isolation: Annotated[bool, True]
     max_physical_batch_size: Annotated[int | str | None, None]
     group: Annotated[int | None, None]
+    max_batch_size: Annotated[int | None, None]
     factors: Factors
     target_unclipped_quantile: float
     clipbound_learning_rate: float
@@ -238,6 +251,8 @@ class Setup:
             )
         if self.secure and not settings["poisson_sampling"]:
             raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
+        if settings["max_batch_size"] is not None and not settings["poisson_sampling"]:
+            raise ValueError("max_batch_size cuts Poisson batches; it needs poisson_sampling=True.")
         if settings["max_physical_batch_size"] is not None:
             check_pieces(settings["max_physical_batch_size"], settings["batch_first"], self.ranks)
             check_iterated(settings["data_loader"], settings["max_physical_batch_size"])
@@ -312,7 +327,9 @@ class Setup:
             seed=seed,
             secure=self.secure,
             distributed=ranks is not None,
+            max_batch_size=longest_batch(self.settings),
         )
+        warn_of_overflow(poisson.sampler_state)
         return poisson, poisson.sample_rate
 
     def _ordinary_loader(self) -> tuple[DataLoader[Any], float]:
@@ -440,8 +457,16 @@ class Setup:
 
         if poisson is not None:
             number_batches(private.module, lambda: poisson.handed_out)
-        private.attach_step_hook(lambda of: spending.count(of, rate()))
-        private.attach_step_guard(lambda of: spending.check_budget(of, rate()))
+
+        def failure() -> float:
+            """What a step adds to the chance that a batch was cut; it is charged for both of two neighbours."""
+            return 0.0 if poisson is None else min(1.0, 2.0 * poisson.sampler_state.overflow)
+
+        if failure():
+            spending.accountant.add_failure_probability(0.0)  # raises an error where it would not be charged
+        run.setting["max_batch_size"] = None if poisson is None else poisson.sampler_state.max_batch_size
+        private.attach_step_hook(lambda of: spending.count(of, rate(), failure()))
+        private.attach_step_guard(lambda of: spending.check_budget(of, rate(), failure()))
         if isinstance(loader, CountingDataLoader):
             give(loader, spending.unused)
             run.ledger = Ledger(lambda: loader.source, spending.unused, settings["check_batches"])
