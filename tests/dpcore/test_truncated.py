@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpcore
 from dpcore import BudgetError, DPDataLoader, Engine, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.accountants import PRVAccountant, RDPAccountant
+from dpcore.audit import audit_step
 from dpcore.loading.uniform_sampler import UniformWithReplacementSampler
 from tests.dpcore.private_setup import losses, make, small_data, small_model, step
 
@@ -219,3 +220,29 @@ def test_views_may_be_bounded_and_padded_too():
         (x, y), mask = dpcore.padded(batch, 40)
         assert engine.clipped_sum(x, y, mask).norms.shape == (20,)
         F.cross_entropy(engine.model(x), y)
+
+
+def _released(most, examples=20, rate=0.9, seed=0):
+    """Scores of steps with σ = 1 on ``examples`` gradients of -1 and, where it is included, one of 1."""
+    numbers = np.random.default_rng(seed)
+
+    def sample(included, count):
+        drawn = numbers.binomial(examples, rate, count)
+        mine = (numbers.random(count) < rate) & included
+        mine &= numbers.random(count) < most / np.maximum(drawn + 1, most)  # it stays in a batch that is cut, by chance
+        return mine - np.minimum(drawn, most - mine) + numbers.standard_normal(count)
+
+    return sample
+
+
+def test_an_audit_finds_truncation_that_is_accounted_as_poisson_and_nothing_where_it_is_charged():
+    accountant, delta = PRVAccountant(), 1e-2
+    accountant.step(noise_multiplier=1.0, sample_rate=0.9)
+    poisson = accountant.get_epsilon(delta)
+    assert audit_step(_released(10), epsilon=poisson, delta=delta, trials=100_000, confidence=0.999).violated
+    sampler = UniformWithReplacementSampler(num_samples=20, sample_rate=0.9, max_batch_size=21)
+    accountant.add_failure_probability(2 * sampler.overflow)
+    charged = accountant.get_epsilon(delta)
+    assert not audit_step(_released(21), epsilon=charged, delta=delta, trials=100_000, confidence=0.999).violated
+    accountant.add_failure_probability(min(1.0, 2 * stats.binom.sf(10, 21, 0.9)))
+    assert math.isinf(accountant.get_epsilon(delta))
