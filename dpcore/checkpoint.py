@@ -90,6 +90,10 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
 
 
+EARLIER = {"unit": "one example", "max_batch_size": None}
+"""Settings of runs whose files do not tell them."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The content of a file; None or empty where it was saved without that part.
@@ -242,8 +246,8 @@ class Checkpoint:
             )
         if self.optimizer is not None:
             optimizer.check_state(self.optimizer)
-        for name, value in self.settings.items():
-            if (mine := optimizer.run.setting.get(name)) != value:
+        for name, value in ({**EARLIER, **self.settings} if self.settings else {}).items():
+            if (mine := optimizer.run.setting.get(name, EARLIER.get(name))) != value:
                 raise PrivacyError(
                     f"The checkpoint was saved with {name}={value}, this run has {mine}; the "
                     "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."

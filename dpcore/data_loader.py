@@ -200,7 +200,7 @@ class DPDataLoader(CountingDataLoader):
         if rand_on_empty:
             warn_caller(RAND_ON_EMPTY)
         drawn = loader.batch_sampler
-        if max_batch_size != (own := getattr(drawn, "max_batch_size", max_batch_size)):
+        if max_batch_size not in (None, own := getattr(drawn, "max_batch_size", max_batch_size)):
             raise ValueError(
                 f"max_batch_size is {max_batch_size}, and the loader draws its batches already, with "
                 f"max_batch_size={own}; give it to one of them only, the loader."

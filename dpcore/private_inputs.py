@@ -97,7 +97,10 @@ def warn_of_overflow(sampler: UniformWithReplacementSampler) -> None:
     """Warn where batches are cut so often that epsilon is charged for it."""
     most, chance = sampler.max_batch_size, sampler.overflow
     if chance > RARE:
-        enough = int(binom.isf(RARE**2, sampler.num_samples + 1, sampler.sample_rate))
+        draws = sampler.num_samples + 1, sampler.sample_rate
+        enough = int(binom.isf(RARE, *draws))
+        while binom.sf(enough, *draws) > RARE**1.5:
+            enough += 1
         warn_caller(
             f"A batch is longer than max_batch_size={most} with the chance {chance:.3g}, and every step charges 2 "
             f"exp(epsilon) times that to delta, an upper bound. With max_batch_size={enough} it is nothing.",

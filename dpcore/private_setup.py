@@ -117,7 +117,7 @@ class PrivateSettings(TypedDict, total=False):
             or :func:`dpcore.users`; one row over any other data set.
         max_batch_size: The most examples of a batch, for bounded memory and shapes (truncated Poisson sampling): of a
             longer one so many are kept, at random. Epsilon is an upper bound that charges the chance of a longer batch,
-            so let that be next to nothing: eight standard deviations beyond the mean. None: no limit.
+            so let that be next to nothing: nine standard deviations beyond the mean. None: no limit.
     """
 
     module: Required[nn.Module]

@@ -45,14 +45,14 @@ class Size:
 # 740 and tests by 220 for the risk of attacks on membership, the page about a run's privacy and the plan of one.
 # Harness by 12 and tests by 15 for arguments that are empty, tests by 31 for AdamW on an empty batch.
 # Then dpcore by 495, of which Opacus' names 3, and tests by 610 for privacy units of several rows: views and users,
-# and dpcore by 175 and tests by 250 for truncated Poisson batches and what they cost epsilon.
+# and dpcore by 185 and tests by 290 for truncated Poisson batches and what they cost epsilon.
 # Harness by 30, frameworks by 70 and tests by 15 for tasks of several views of an example.
 LIMITS = {
     "harness": Size(lines=36_945, long_classes=0, long_files=5),
-    "dpcore": Size(lines=29_580, long_classes=0, long_files=0),
+    "dpcore": Size(lines=29_590, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_130, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=53_015, long_classes=0, long_files=16),
+    "tests": Size(lines=53_060, long_classes=0, long_files=16),
 }
 
 

@@ -80,9 +80,10 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         else:
             self.seed = check_seed(seed)
         self.secure = secure
-        self.max_batch_size = max_batch_size
+        self.max_batch_size: int | None = None
         if max_batch_size is not None:
-            check_number("max_batch_size", max_batch_size, lambda b: b >= 1 and b % 1 == 0, MOST_RULE)
+            most = check_number("max_batch_size", max_batch_size, lambda b: b >= 1 and b % 1 == 0, MOST_RULE)
+            self.max_batch_size = int(most)
         self.drawn = 0
         self._generator: torch.Generator | None = generator
         self._left = 0

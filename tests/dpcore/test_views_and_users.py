@@ -1,6 +1,7 @@
 """Views and users as units in two lines: what is drawn, counted, clipped and refused."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -145,6 +146,20 @@ def test_a_checkpoint_of_another_group_is_refused(tmp_path):
         PrivacyError, match="saved with unit=one example, by 4 views, this run has one example, by 2 views"
     ):
         engine.load_checkpoint(path=tmp_path / "c", module=module, optimizer=optimizer)
+
+
+def test_a_file_of_an_earlier_version_is_of_single_rows(tmp_path):
+    engine, module, optimizer, _ = private(data())
+    engine.save_checkpoint(path=tmp_path / "c", module=module, optimizer=optimizer)
+    saved = torch.load(tmp_path / "c", weights_only=True)
+    del saved["setting"]["unit"], saved["setting"]["max_batch_size"]
+    torch.save(saved, tmp_path / "c")
+    for dataset in (data(), dpcore.views(data(), shaken, K)):
+        engine, module, optimizer, _ = private(dataset)
+        with (
+            nullcontext() if len(dataset[0]) == 2 else pytest.raises(PrivacyError, match="saved with unit=one example,")
+        ):
+            engine.load_checkpoint(path=tmp_path / "c", module=module, optimizer=optimizer)
 
 
 def test_pieces_are_cut_between_units():
