@@ -130,11 +130,11 @@ def convolution_clipped_sum(
     convolution.add_clipped_sum(g, x, windows, factors, out, limits)
 
 
-def draw_normals(target: Tensor, std: float, name: bytes, add: bool) -> None:
-    """Write std * N(0, I) of the stream ``name`` (16 bytes) to ``target``, or ``add`` it; one pass, no buffer.
+def draw_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
+    """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it.
 
-    PrivacyError where the kernel does not compute that stream on this device.
+    One pass, no buffer. PrivacyError where the kernel does not compute that stream on this device.
     """
     from dpcore.gpu import noise
 
-    noise.draw(target, std, name, add)
+    noise.draw(target, std, name, start, add)

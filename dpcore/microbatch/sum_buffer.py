@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,22 @@ class SumBuffer:
     def sums(self) -> dict[Parameter, Tensor]:
         """Every parameter's sum, a view of ``flat`` in the parameter's shape."""
         return self._held.sums
+
+    def by_address(self) -> Iterator[tuple[int, Tensor]]:
+        """Give the sums in parts, each with the place of its first number among all: noise has that address.
+
+        A parameter whose memory is row-major lies in ``flat`` as it is numbered; such ones come together, as vectors.
+        """
+        first = last = 0
+        for param, summed in self.sums.items():
+            if not summed.is_contiguous():
+                if last > first:
+                    yield first, self.flat[first:last]
+                yield last, summed
+                first = last + param.numel()
+            last += param.numel()
+        if last > first:
+            yield first, self.flat[first:last]
 
     def clear(self) -> None:
         """Make the sums zero."""

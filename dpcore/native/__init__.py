@@ -376,20 +376,9 @@ def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[tupl
     return ((*x.shape[-2:], *size, *window, x.shape[:-2].numel(), torch.get_num_threads()),)
 
 
-def add_normals(target: Tensor, std: float, words: bytes) -> None:
-    """Add std * normals to ``target``: those, to rounding, that torch draws into a tensor of this length.
-
-    The length is 16 or more, and they come from a Mersenne twister whose state is ``words`` (624, little-endian).
-    """
-    _put_normals("dpcore_add_normals", target, std, words)
-
-
-def fill_normals(target: Tensor, std: float, words: bytes) -> None:
-    """Write over ``target`` what :func:`add_normals` adds to it."""
-    _put_normals("dpcore_fill_normals", target, std, words)
-
-
-def _put_normals(name: str, target: Tensor, std: float, words: bytes) -> None:
-    state = torch.frombuffer(bytearray(words), dtype=torch.int32)
-    _call(name, (state, target), (target.numel(),), std)
+def put_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
+    """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it."""
+    words = torch.tensor(list(name), dtype=torch.uint8, device="cpu")
+    sizes = (start, target.numel(), torch.get_num_threads())
+    _call("dpcore_add_normals" if add else "dpcore_fill_normals", (words, target), sizes, std)
     torch.autograd.graph.increment_version(target)
