@@ -114,13 +114,13 @@ class GaussianNoise:
     def _digest(self, step: int, length: int, of: str = "noise") -> bytes:
         return hashlib.shake_256(f"dpcore {of} {self.seed} {int(step)} {self.rank}{self.also}".encode()).digest(length)
 
-    def _name(self, step: int) -> bytes:
-        """Return the name of the step's stream.
+    def name(self, step: int, of: str = "counter noise") -> bytes:
+        """Return the name of the step's stream, or of another one for noise of another kind.
 
         Of another hash than the generator's key: a shorter digest of the same is the beginning of a longer one, and on
         CUDA both generators are Philox.
         """
-        return self._digest(step, normals.NAME_BYTES, "counter noise")
+        return self._digest(step, normals.NAME_BYTES, of)
 
     def add_(self, target: Tensor, std: float, step: int, start: int = 0) -> Tensor:
         """Add std * N(0, I) of this step to ``target``, in place, any shape; return it. ``std`` 0 leaves it alone.
@@ -154,7 +154,7 @@ class GaussianNoise:
         flat = target.reshape(-1)
         on_cpu = native.put_normals if native.serves(flat) else normals.put
         put = gpu.draw_normals if gpu.serves_noise(flat) else on_cpu
-        put(flat, std, self._name(step), start, add=add)
+        put(flat, std, self.name(step), start, add=add)
         return target if target.is_contiguous() else target.copy_(flat.view(target.shape))
 
     def _put_of_generator(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:

@@ -75,6 +75,29 @@ def normals(name: bytes, count: int, start: int = 0, device: torch.device | str 
     return drawn.view(-1)[start - first * BLOCK :][:count]
 
 
+def add_to_rows(target: Tensor, deviations: Tensor, name: bytes, rows: Tensor, start: int) -> None:
+    """target[i, j] += deviations[i] * (number start + rows[i] * width + j of the stream ``name``).
+
+    Args:
+        target: [n, width].
+        deviations: [n].
+        name: The stream's.
+        rows: int64 [n].
+        start: The address of row 0.
+    """
+    width = target.shape[1]
+    places = (start + rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)).view(-1)
+    # The last bits of a logarithm may be others in what is left over behind whole vectors.
+    places = torch.nn.functional.pad(places, (0, -len(places) % GROUPS))
+    block, place, lane = places // BLOCK, places % BLOCK // GROUPS, places % GROUPS
+    words = philox(block * GROUPS + lane, name)
+    radius, angle = (torch.where(place < 2, words[k], words[2 + k]).double().add_(0.5).mul_(2.0**-32) for k in (0, 1))
+    radius.log_().mul_(-2.0).sqrt_()
+    angle.mul_(2.0 * math.pi)
+    drawn = torch.where(place % 2 == 0, angle.cos(), angle.sin()).mul_(radius)[: target.numel()].view(target.shape)
+    target += drawn * deviations.double().unsqueeze(1)
+
+
 def put(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
     """Write std * (the numbers from ``start`` on) to ``target``, a vector, or ``add`` them to it."""
     device = target.device if target.device.type in _PIECE else torch.device("cpu")  # which has float64

@@ -40,14 +40,15 @@ class Size:
 # that go on until the fastest is known; for these and for the heads of the objects that its long classes were cut into
 # harness by 173. dpcore was lowered when its three longest classes were cut and what compares it with Opacus became a
 # proof. The room of Opacus' names is counted apart; it grew by 33 for sentences about what cannot be run.
-# Tests by 212 and dpcore by 95 for noise whose numbers have addresses, and shares of it by rank.
+# Tests by 212 and dpcore by 95 for noise whose numbers have addresses, and shares of it by rank; tests by 390 and
+# dpcore by 790 for tables whose noise is drawn when a row is read.
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
 LIMITS = {
     "harness": Size(lines=36_900, long_classes=0, long_files=5),
-    "dpcore": Size(lines=28_220, long_classes=0, long_files=0),
+    "dpcore": Size(lines=29_010, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=51_990, long_classes=0, long_files=16),
+    "tests": Size(lines=52_380, long_classes=0, long_files=16),
 }
 
 

@@ -39,7 +39,7 @@ class SumBuffer:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
         params = list(self.parameters.values())
         self._kinds = {(p.dtype, p.device) for p in params}
-        self._strides = [p.stride() for p in params]
+        self._layout = [(p.shape, p.stride()) for p in params]
         dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
         devices = {p.device for p in params}
         if any(dtype.is_complex for dtype in dtypes):
@@ -136,8 +136,8 @@ class SumBuffer:
 
     @property
     def lies_otherwise(self) -> bool:
-        """Whether a parameter has another order in memory than its sum, which rules write in memory's order."""
-        return self._strides != [p.stride() for p in self.parameters.values()]
+        """Whether a parameter has another size or order in memory than its sum, which rules write in memory's order."""
+        return self._layout != [(p.shape, p.stride()) for p in self.parameters.values()]
 
     def follow(self) -> bool:
         """Empty sums where the parameters are now, if ``module.to(...)`` has moved them or turned them in memory."""

@@ -378,7 +378,18 @@ def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[tupl
 
 def put_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
     """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it."""
-    words = torch.tensor(list(name), dtype=torch.uint8, device="cpu")
+    words = torch.frombuffer(bytearray(name), dtype=torch.uint8)
     sizes = (start, target.numel(), torch.get_num_threads())
     _call("dpcore_add_normals" if add else "dpcore_fill_normals", (words, target), sizes, std)
+    torch.autograd.graph.increment_version(target)
+
+
+def add_normals_to_rows(target: Tensor, deviations: Tensor, name: bytes, rows: Tensor, start: int) -> None:
+    """target[i, j] += deviations[i] * (number start + rows[i] * width + j of the stream), as :mod:`dpcore.normals`.
+
+    ``rows``: int64 [n], different ones in ascending order; target [n, width], deviations [n].
+    """
+    words = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    sizes = (*target.shape, start, torch.get_num_threads())
+    _call("dpcore_add_normals_to_rows", (words, target, rows, deviations), sizes)
     torch.autograd.graph.increment_version(target)

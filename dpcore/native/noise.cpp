@@ -173,13 +173,13 @@ struct Block {
     alignas(64) uint32_t words[BLOCK];
 };
 
-// The normals of a block, or only those of the lanes [first, last) of 256.
-static void draw(const Stream& stream, int64_t block, int64_t first, int64_t last, Block& to) {
-    first -= first % LANES;
+// The normals of a block, in the lanes [first, last) of 256 and the halves [half, end).
+static inline void draw(
+    const Stream& stream, int64_t block, int64_t first, int64_t last, int64_t half, int64_t end, Block& to) {
     for (int64_t lane = first; lane < last; lane += LANES)
         put_words(stream, uint64_t(block * GROUPS + lane), to.words + lane);
     // Both halves hold words of radii and, behind them, those of angles; normals take their places.
-    for (int64_t half = 0; half < BLOCK; half += BLOCK / 2)
+    for (; half < end; half += BLOCK / 2)
         for (int64_t lane = half + first; lane < half + last; lane += LANES) {
             const Words* words = (const Words*)(to.words + lane);
             Normals* normals = (Normals*)(to.words + lane);
@@ -187,6 +187,15 @@ static void draw(const Stream& stream, int64_t block, int64_t first, int64_t las
             turn(words + GROUPS / W, normals, normals, normals + GROUPS / W);
         }
 }
+
+// Those at the places [from, end), and perhaps others.
+static void draw_part(const Stream& stream, int64_t block, int64_t from, int64_t end, Block& to) {
+    const bool is_short = from / GROUPS == (end - 1) / GROUPS;
+    const int64_t first = is_short ? from % GROUPS / LANES * LANES : 0, last = is_short ? (end - 1) % GROUPS + 1 : GROUPS;
+    draw(stream, block, first, last, from / (BLOCK / 2) * (BLOCK / 2), end, to);
+}
+
+static void draw_whole(const Stream& stream, int64_t block, Block& to) { draw(stream, block, 0, GROUPS, 0, BLOCK, to); }
 
 // target[i] is place ``start`` + i of the stream.
 template <bool ADDS>
@@ -199,9 +208,10 @@ static void put(const uint32_t* name, float* target, int64_t start, int64_t coun
         Block drawn;
         for (int64_t block = first + from; block < first + to; ++block) {
             const int64_t place = std::max(start, block * BLOCK), end = std::min(stop, (block + 1) * BLOCK);
-            // Of a short piece only the lanes that it has.
-            const bool is_short = place / GROUPS == (end - 1) / GROUPS;
-            draw(stream, block, is_short ? place % GROUPS : 0, is_short ? (end - 1) % GROUPS + 1 : GROUPS, drawn);
+            if (end - place == BLOCK)
+                draw_whole(stream, block, drawn);
+            else
+                draw_part(stream, block, place % BLOCK, end - block * BLOCK, drawn);
             const Number* normals = (const Number*)drawn.words + place % BLOCK;
             float* out = target + (place - start);
 #pragma GCC ivdep
@@ -220,4 +230,44 @@ extern "C" void dpcore_add_normals(
 extern "C" void dpcore_fill_normals(
     const uint32_t* name, float* target, int64_t start, int64_t count, int64_t threads, double deviation) {
     put<false>(name, target, start, count, threads, deviation);
+}
+
+// target[i, j] += deviations[i] * number start + rows[i] * width + j, for ``count`` different rows in ascending order.
+extern "C" void dpcore_add_normals_to_rows(
+    const uint32_t* name,
+    float* target,
+    const int64_t* rows,
+    const float* deviations,
+    int64_t count,
+    int64_t width,
+    int64_t start,
+    int64_t threads) {
+    if (count <= 0) return;
+    const Stream stream(name);
+    const int64_t near = BLOCK / width + 1;
+    by_threads(count, BLOCKS_A_THREAD * 4, threads, [&](int64_t from, int64_t to) {
+        Block drawn;
+        int64_t whole = -1;  // the block that is drawn as a whole
+        for (int64_t i = from; i < to; ++i) {
+            float* out = target + i * width;
+            const float std = deviations[i];
+            for (int64_t place = start + rows[i] * width, stop = place + width; place < stop;) {
+                const int64_t block = place / BLOCK, end = std::min(stop, (block + 1) * BLOCK);
+                if (block != whole) {
+                    // As a whole where most of the rows beside this one come, too.
+                    const bool all = i + near < to && rows[i + near] - rows[i] <= 2 * near;
+                    if (all)
+                        draw_whole(stream, block, drawn);
+                    else
+                        draw_part(stream, block, place % BLOCK, end - block * BLOCK, drawn);
+                    whole = all ? block : -1;
+                }
+                const Number* normals = (const Number*)drawn.words + place % BLOCK;
+#pragma GCC ivdep
+                for (int64_t j = 0; j < end - place; ++j) out[j] += std * normals[j];
+                out += end - place;
+                place = end;
+            }
+        }
+    });
 }

@@ -115,6 +115,11 @@ def _normals(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
     for kind, found in (("add_normals", torch.zeros(count)), ("fill_normals", torch.full((count,), float("nan")))):
         call(f"dpcore_{kind}", (words, found), start, count, 1, numbers=(1.0,))
         yield kind, found, true
+    rows, deviations, found = torch.tensor([0, 2, 3, 41]), torch.tensor([1.0, 0.5, 2.0, 3.0]), torch.zeros(4, 19)
+    call("dpcore_add_normals_to_rows", (words, found, rows, deviations), 4, 19, 300, 1)
+    of_rows = torch.zeros(4, 19)
+    normals.add_to_rows(of_rows, deviations, name, rows, 300)
+    yield "add_normals_to_rows", found, of_rows
 
 
 def _lstm(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:

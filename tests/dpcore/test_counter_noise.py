@@ -178,7 +178,7 @@ def test_a_kernels_pairs_are_float64s_at_every_edge_of_their_words():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_drawn_without_a_kernel_is_the_same_stream(dtype):
-    expected = 2.0 * normals(GaussianNoise(5)._name(3), 3000)
+    expected = 2.0 * normals(GaussianNoise(5).name(3), 3000)
     tolerance = {torch.float32: 1e-5, torch.float64: 0.0, torch.bfloat16: 0.04}[dtype]
     with native.disabled():
         for draw in (GaussianNoise(5).fill_, GaussianNoise(5).add_):
