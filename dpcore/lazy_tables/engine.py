@@ -165,7 +165,7 @@ class LazyEngine:
         return replace(result, sums=shown)
 
     def flush(self) -> None:
-        """Bring all rows of all tables up to date, and show them; it takes about as long as one dense draw of noise.
+        """Bring all rows of all tables up to date, and show them until the next step.
 
         Raises:
             PrivacyError: the process was forked while rows waited for their noise.
