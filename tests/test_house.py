@@ -43,12 +43,17 @@ class Size:
 # Tests by 212 and dpcore by 95 for noise whose numbers have addresses, and shares of it by rank; tests by 390 and
 # dpcore by 790 for tables whose noise is drawn when a row is read.
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
+# On 2026-11-28 dpcore by 45 and tests by 45 for copies that draw anew, seeds and files that cannot be, and dpcore by
+# 740 and tests by 220 for the risk of attacks on membership, the page about a run's privacy and the plan of one.
+# Harness by 12 and tests by 15 for arguments that are empty, tests by 31 for AdamW on an empty batch.
+# Then dpcore by 495, of which Opacus' names 3, and tests by 610 for privacy units of several rows: views and users,
+# and dpcore by 175 and tests by 250 for truncated Poisson batches and what they cost epsilon.
 LIMITS = {
-    "harness": Size(lines=36_900, long_classes=0, long_files=5),
-    "dpcore": Size(lines=29_010, long_classes=0, long_files=0),
-    "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
+    "harness": Size(lines=36_915, long_classes=0, long_files=5),
+    "dpcore": Size(lines=30_480, long_classes=0, long_files=0),
+    "dpcore/opacus_names": Size(lines=1_130, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=52_380, long_classes=0, long_files=16),
+    "tests": Size(lines=53_610, long_classes=0, long_files=16),
 }
 
 
