@@ -56,6 +56,7 @@ class PrivateState:
 
     def restore(self, optimizer: DPOptimizer, data_loader: Any) -> None:
         """Continue the noise and the settings where they were saved."""
+        rank = optimizer.noise.rank
         optimizer.noise.load_state_dict(self.noise)
         optimizer.steps = self.steps
         optimizer.run.batches_seen = getattr(data_loader, "handed_out", 0)
@@ -66,7 +67,7 @@ class PrivateState:
         if isinstance(data_loader, DPDataLoader) and self.sample_rate is not None:
             data_loader.set_sample_rate(self.sample_rate)
         if optimizer.ranks is not None:
-            optimizer.noise.rank = optimizer.ranks.rank
+            optimizer.noise.rank = rank  # not that of the rank which wrote the file
             optimizer.weights_agree = False
 
 

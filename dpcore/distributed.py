@@ -1,9 +1,9 @@
 """Several processes that train one model on one data set, each on its own examples.
 
-Every rank clips its own examples and keeps the sum; rank 0 adds the whole noise to its own; one all-reduce at the end
-of the logical batch gives all ranks the same private sum, so that their parameters stay equal. (In secure mode noise
-comes after the sum and takes a second all-reduce, so that the release lies on the noise's grid.) Nothing is exchanged
-before, so ranks may cut their batches into different numbers of pieces, and a rank without examples joins with zeros.
+Every rank clips its own examples, keeps the sum, and adds its share of one noise to it; one all-reduce at the end of
+the logical batch gives all ranks the same private sum, so that their parameters stay equal. (In secure mode noise comes
+after the sum and takes a second all-reduce, so that the release lies on the noise's grid.) Nothing is exchanged before,
+so ranks may cut their batches into different numbers of pieces, and a rank without examples joins with zeros.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Gaussian noise whose stream is a function of (seed, step, rank) and of nothing else.
+"""Gaussian noise whose numbers are functions of (seed, step, address) and of nothing else.
 
-A generator that is only seeded once repeats itself after a resume from a checkpoint; one that is reseeded from 32-bit
-integers collides after some 65,000 steps. Here the generator's whole state (19,937 bits of a Mersenne twister on a
-CPU, the 64-bit key of Philox on CUDA) is derived by SHAKE-256 from the triple, so that two different triples share
-noise with negligible probability and the same triple always gives the same noise. The compiled kernel draws from the
-same state the same normals as torch, to a few units of rounding.
+The stream of a step has a name, 128 bits of SHAKE-256 of seed and step, so that two different steps share noise with
+negligible probability and the same step always gives the same noise. Number i of a stream is computed without those
+before it (:mod:`dpcore.normals`), and belongs to one number of the sum: i is the offset of its parameter in the list of
+trained parameters plus its row-major index. So ranks, shards and pieces draw their own parts of one stream, in any
+layout, on any device, with the same result (bit for bit by one kernel; to rounding among the kernels and torch).
 
-The kernel for CUDA (``DPCORE_TRITON=1``) has streams of its own, :mod:`dpcore.gpu.normals`, whose names are 128 bits of
-SHAKE-256 of the triple: torch's stream on CUDA depends on how many processors the device has.
+Version 1 of the stream, of checkpoints that name no version, is a Mersenne twister whose state is a hash of seed,
+step and rank; it has no addresses, and one rank draws it all. A run that goes on from such a checkpoint keeps it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpcore import gpu, native
+from dpcore import gpu, native, normals
 from dpcore.errors import PrivacyError
-from dpcore.gpu.normals import NAME_BYTES
 from dpcore.secret_seeds import check_seed, derived_seed, draw_seed
 
 _TWISTER_WORDS = 624
-_FEWEST = 16
-"""Below, torch draws normals one by one in another order."""
 
 
 class GaussianNoise:
     """Standard normal noise for one training run; ``seed`` None draws a secret 128-bit seed.
 
-    The seed is as secret as the data: whoever knows it can subtract the noise. float32 draws come from torch's
-    Box-Muller with 24-bit uniforms and end at 5.77 standard deviations; :class:`SecureNoise` is for those who
-    must exclude floating-point attacks.
+    The seed is as secret as the data: whoever knows it can subtract the noise. Numbers come from Box-Muller with
+    32-bit uniforms and end at 6.77 standard deviations; :class:`SecureNoise` is for those who must exclude
+    floating-point attacks. ``rank`` names the streams, too: processes that add up noise of their own need different
+    ones.
 
     A copy, by ``copy.deepcopy`` or pickle, has a secret seed of its own, and so has a secret seed in a forked process:
     with the first one they would release other gradients under the same noise. To go on with the same noise, use
@@ -45,6 +43,8 @@ class GaussianNoise:
     """
 
     seed: int
+    version: int = 2
+    """Of the stream."""
     also: str = ""
     """What names the streams beside seed, step and rank."""
     _user: weakref.ref[Any] | None = None
@@ -97,7 +97,10 @@ class GaussianNoise:
             self.seed = derived_seed(self.seed, *names)
 
     def generator(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """A torch generator positioned at the start of the stream of ``step``; valid until the next call."""
+        """A torch generator positioned at the start of version 1's stream of ``step``; valid until the next call.
+
+        A subclass that returns its own has its noise drawn from that one.
+        """
         device = torch.device(device)
         generator = self._generators.get(str(device))
         if generator is None:
@@ -111,71 +114,88 @@ class GaussianNoise:
     def _digest(self, step: int, length: int, of: str = "noise") -> bytes:
         return hashlib.shake_256(f"dpcore {of} {self.seed} {int(step)} {self.rank}{self.also}".encode()).digest(length)
 
-    def _name(self, step: int) -> bytes:
-        """Return the name of the step's stream of the kernel for CUDA.
+    def name(self, step: int, of: str = "counter noise") -> bytes:
+        """Return the name of the step's stream, or of another one for noise of another kind.
 
-        Of another hash than torch's key: a shorter digest of the same is the beginning of a longer one, and both
-        generators are Philox.
+        Of another hash than the generator's key: a shorter digest of the same is the beginning of a longer one, and on
+        CUDA both generators are Philox.
         """
-        return self._digest(step, NAME_BYTES, "counter noise")
+        return self._digest(step, normals.NAME_BYTES, of)
 
-    def add_(self, target: Tensor, std: float, step: int) -> Tensor:
-        """Add std * N(0, I) of this step to ``target``, in place, any shape; return it. ``std`` 0 leaves it alone."""
-        if std == 0.0:
-            return target
-        if target.is_contiguous() and self._native_serves(target):
-            native.add_normals(target, std, self._digest(step, 4 * _TWISTER_WORDS))
-            return target
-        if self._gpu_serves(target):
-            gpu.draw_normals(target, std, self._name(step), add=True)
-            return target
-        noise = torch.empty_like(target).normal_(generator=self.generator(step, target.device))
-        return target.add_(noise, alpha=std)
+    def add_(self, target: Tensor, std: float, step: int, start: int = 0) -> Tensor:
+        """Add std * N(0, I) of this step to ``target``, in place, any shape; return it. ``std`` 0 leaves it alone.
+
+        ``start``: the address of the target's first number; the others follow in row-major order.
+        """
+        return self._put(target, std, step, start, add=True)
 
     @property
     def may_come_first(self) -> bool:
         """True if noise can be written before the sums are added, because it does not depend on them."""
         return type(self).add_ is GaussianNoise.add_
 
-    def fill_(self, target: Tensor, std: float, step: int) -> Tensor:
+    def fill_(self, target: Tensor, std: float, step: int, start: int = 0) -> Tensor:
         """Set ``target`` to std * N(0, I) of this step, in place: what :meth:`add_` makes of zeros, in fewer passes."""
-        has_kernel = self._native_serves(target)
-        if has_kernel and target.is_contiguous() and std != 0.0 and self.may_come_first:
-            native.fill_normals(target, std, self._digest(step, 4 * _TWISTER_WORDS))
-            return target
-        if std == 0.0 or has_kernel or not self.may_come_first:
+        if std == 0.0 or not self.may_come_first:
             return self.add_(target.zero_(), std, step)
-        if self._gpu_serves(target):
-            gpu.draw_normals(target, std, self._name(step), add=False)
+        return self._put(target, std, step, start, add=False)
+
+    def _put(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:
+        if std == 0.0:
             return target
-        return target.normal_(0.0, std, generator=self.generator(step, target.device))
+        # The kernel for CUDA drew the same in version 1.
+        if not self._is_own or (self.version == 1 and not gpu.serves_noise(target)):
+            return self._put_of_generator(target, std, step, start, add)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise PrivacyError(
+                "Noise is being drawn while a CUDA graph is captured, whose every replay would add the same numbers; "
+                "capture what comes before the noise, and add it outside of the graph."
+            )
+        flat = target.reshape(-1)
+        on_cpu = native.put_normals if native.serves(flat) else normals.put
+        put = gpu.draw_normals if gpu.serves_noise(flat) else on_cpu
+        put(flat, std, self.name(step), start, add=add)
+        return target if target.is_contiguous() else target.copy_(flat.view(target.shape))
+
+    def _put_of_generator(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:
+        if start:
+            raise ValueError(
+                f"start is {start}, but this noise has no addresses: it is of version 1, or of a subclass's own "
+                "generator. Draw the whole of a step's at once."
+            )
+        generator = self.generator(step, target.device)
+        if not add:
+            return target.normal_(0.0, std, generator=generator)
+        return target.add_(torch.empty_like(target).normal_(generator=generator), alpha=std)
 
     @property
     def is_by_seed(self) -> bool:
         """True if noise follows from the seed and from nothing else, as a subclass's need not."""
         return self._is_own and self.may_come_first
 
-    def _native_serves(self, target: Tensor) -> bool:
-        """Return whether the kernel may draw.
-
-        It may not for a subclass with generators of its own: it would draw from the seed, which may be no secret there.
-        """
-        return self._is_own and target.numel() >= _FEWEST and native.serves(target)
-
-    def _gpu_serves(self, target: Tensor) -> bool:
-        """Return whether the kernel for CUDA may draw; not for such a subclass either."""
-        return self._is_own and gpu.serves_noise(target)
+    @property
+    def has_addresses(self) -> bool:
+        """True if any part of a step's noise can be drawn by itself."""
+        return self.is_by_seed and self.version > 1
 
     @property
     def _is_own(self) -> bool:
+        """Whether noise may be drawn from the seed; a subclass with its own generator may have one that is known."""
         return type(self).generator is GaussianNoise.generator
 
     def state_dict(self) -> dict[str, str]:
-        """Seed (up to 128 bits, as a decimal string) and rank: with the step number this is the whole state."""
-        return {"seed": str(self.seed), "rank": str(self.rank)}
+        """Seed (up to 128 bits, as a decimal string), rank, and version: with the step number the whole state."""
+        return {"seed": str(self.seed), "rank": str(self.rank), "version": str(self.version)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        self.seed, self.rank = int(state["seed"]), int(state["rank"])
+        """Go on with the noise of a state; ValueError where its stream is one that this dpcore does not know."""
+        version = int(state.get("version", 1))
+        if version not in (1, 2):
+            raise ValueError(
+                f"The noise is of version {version} of the stream, and this dpcore knows 1 and 2; take the dpcore that "
+                "wrote the state, or a newer one."
+            )
+        self.seed, self.rank, self.version = int(state["seed"]), int(state["rank"]), version
 
     def _twister_state(self, words: bytes) -> Tensor:
         """Return a generator's state with 624 fresh words.
@@ -204,7 +224,7 @@ class SecureNoise(GaussianNoise):
     def __init__(self) -> None:
         super().__init__(seed=0)
 
-    def add_(self, target: Tensor, std: float, step: int) -> Tensor:
+    def add_(self, target: Tensor, std: float, step: int, start: int = 0) -> Tensor:
         """Add std * N(0, I) to ``target`` in place, on the grid, fresh at every call."""
         if std == 0.0:
             return target

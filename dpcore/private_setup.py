@@ -382,7 +382,7 @@ class Setup:
         seed = self.seed if generator is None else drawn_seed(generator)
         if ranks is not None:
             seed = ranks.share_seed(seed)
-        noise = SecureNoise() if self.secure else GaussianNoise(seed, rank=ranks.rank if ranks else 0)
+        noise = SecureNoise() if self.secure else GaussianNoise(seed)
         noise.is_chosen = self.seed is not None or generator is not None
         return noise
 

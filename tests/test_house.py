@@ -40,6 +40,8 @@ class Size:
 # that go on until the fastest is known; for these and for the heads of the objects that its long classes were cut into
 # harness by 173. dpcore was lowered when its three longest classes were cut and what compares it with Opacus became a
 # proof. The room of Opacus' names is counted apart; it grew by 33 for sentences about what cannot be run.
+# Tests by 212 and dpcore by 95 for noise whose numbers have addresses, and shares of it by rank; tests by 390 and
+# dpcore by 790 for tables whose noise is drawn when a row is read.
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
 # On 2026-11-28 dpcore by 45 and tests by 45 for copies that draw anew, seeds and files that cannot be, and dpcore by
 # 740 and tests by 220 for the risk of attacks on membership, the page about a run's privacy and the plan of one.
@@ -49,10 +51,10 @@ class Size:
 # Harness by 30, frameworks by 70 and tests by 15 for tasks of several views of an example.
 LIMITS = {
     "harness": Size(lines=36_945, long_classes=0, long_files=5),
-    "dpcore": Size(lines=29_590, long_classes=0, long_files=0),
+    "dpcore": Size(lines=30_505, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_130, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=53_060, long_classes=0, long_files=16),
+    "tests": Size(lines=53_680, long_classes=0, long_files=16),
 }
 
 

@@ -195,9 +195,9 @@ class Engine:
         release = Release.by(self, self.accumulator.check_noise(self.noise_multiplier, scale))
         self._withdraw()
         try:
-            result = self._sums.add(x, y, mask, scale, functools.partial(release.begin, flat))
+            result = self._sums.add(x, y, mask, scale, functools.partial(release.begin, self.accumulator))
             if not self.noise.may_come_first:
-                release.finish(flat)
+                release.finish(self.accumulator)
         except BaseException:
             # The next attempt draws the same noise: nothing of this one may stay.
             flat.zero_()

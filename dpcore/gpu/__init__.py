@@ -1,9 +1,9 @@
 """Kernels for CUDA in Triton: norms and clipped sums, tile by tile, and noise.
 
 They take linear maps over time, convolutions and lookups, and write no per-sample gradient and no buffer of noise to
-memory. Off unless ``DPCORE_TRITON=1``: their values are proven by Triton's interpreter on a CPU, their speed on a GPU
-has not been measured. Half-precision operands stay as they are: a product of two bfloat16 numbers is exact in float32,
-in which it is added up, and in which the clip factor is applied.
+memory. Off unless ``DPCORE_TRITON=1``, but for noise, which is off with 0: their values are proven by Triton's
+interpreter on a CPU, their speed on a GPU has not been measured. Half-precision operands stay as they are: a product of
+two bfloat16 numbers is exact in float32, in which it is added up, and in which the clip factor is applied.
 """
 
 from __future__ import annotations
@@ -56,14 +56,36 @@ def serves_convolution(g: Tensor, x: Tensor, windows: Windows) -> bool:
 
 def serves_noise(target: Tensor) -> bool:
     """Return whether the kernel of noise takes this tensor."""
-    return target.dtype == torch.float32 and target.is_contiguous() and _serves(target)
+    of_its_kind = target.dtype == torch.float32 and target.is_contiguous()
+    return of_its_kind and _takes(target) and (available() or _draws_unasked(target.device))
+
+
+@functools.cache
+def _draws_unasked(device: torch.device) -> bool:
+    """Return whether the kernel of noise serves a device though nobody asked: torch's operators take dozens of passes.
+
+    It does not where it differs from float64 there, or cannot be compiled.
+    """
+    unasked = device.type == "cuda" and "DPCORE_TRITON" not in os.environ
+    if not unasked or importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from dpcore.gpu import noise
+
+        noise.check(device)
+    except Exception:  # of the driver, of Triton's compiler or of the C compiler that it calls
+        return False
+    return True
 
 
 def _serves(first: Tensor, *others: Tensor) -> bool:
     """Return whether all are on the current CUDA device (or the interpreter runs) and hold values of their own."""
+    return available() and _takes(first, *others)
+
+
+def _takes(first: Tensor, *others: Tensor) -> bool:
     return (
-        available()
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch._C._functorch.maybe_current_level()
         and first.dtype in _DTYPES
         and (interpreted() or (first.is_cuda and first.device.index == torch.cuda.current_device()))
@@ -130,11 +152,11 @@ def convolution_clipped_sum(
     convolution.add_clipped_sum(g, x, windows, factors, out, limits)
 
 
-def draw_normals(target: Tensor, std: float, name: bytes, add: bool) -> None:
-    """Write std * N(0, I) of the stream ``name`` (16 bytes) to ``target``, or ``add`` it; one pass, no buffer.
+def draw_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
+    """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it.
 
-    PrivacyError where the kernel does not compute that stream on this device.
+    One pass, no buffer. PrivacyError where the kernel does not compute that stream on this device.
     """
     from dpcore.gpu import noise
 
-    noise.draw(target, std, name, add)
+    noise.draw(target, std, name, start, add)

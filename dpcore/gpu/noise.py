@@ -1,4 +1,4 @@
-"""Normals that are added, or written, in one pass, without a buffer of noise: the stream of :mod:`dpcore.gpu.normals`.
+"""Normals that are added, or written, in one pass, without a buffer of noise: the streams of :mod:`dpcore.normals`.
 
 In float32, by additions, products, exact divisions and roots alone: no function whose rounding depends on the device.
 Before its first draw on a device the kernel is held against float64 there, and refused where it differs: noise that is
@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dpcore.errors import PrivacyError
-from dpcore.gpu.normals import GROUPS, LARGEST_ERROR, NAME_BYTES, normals, words_of
+from dpcore.normals import BLOCK, GROUPS, LARGEST_ERROR, NAME_BYTES, normals, words_of
 
 
 @triton.jit
@@ -55,19 +54,22 @@ def _pair(first, second):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _put(target, place, count, value, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
-    inside = place < count
+    inside = (place >= 0) & (place < count)
     if ADD:
         value += tl.load(target + place, mask=inside, other=0.0)
     tl.store(target + place, value, mask=inside)
 
 
 # The stream's name changes with every step: a kernel that was compiled for special values would be compiled for ever.
-@triton.jit(do_not_specialize=["deviation", "k0", "k1", "c2", "c3"])
+@triton.jit(do_not_specialize=["first", "deviation", "k0", "k1", "c2", "c3"])
 def _normals(  # type: ignore[no-untyped-def]
-    target, count, deviation, k0, k1, c2, c3, ADD: tl.constexpr, GROUPS: tl.constexpr
+    target, count, first, skipped, deviation, k0, k1, c2, c3, ADD: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """target[i] = deviation * normal i of the stream; ADD: added to what is there. Name: words as signed integers."""
-    block = tl.program_id(0).to(tl.int64)
+    """target[i] = deviation * normal i, behind those of ``first`` blocks and ``skipped`` others; ADD: added to it.
+
+    The stream's name: words as signed integers.
+    """
+    block = first + tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, GROUPS)
     counter = block * GROUPS + lane
     w0, w1 = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
@@ -81,51 +83,47 @@ def _normals(  # type: ignore[no-untyped-def]
         key_0, key_1 = key_0 + 0x9E3779B9, key_1 + 0xBB67AE85
     a, b = _pair(w0, w1)
     c, d = _pair(w2, w3)
-    place = block * (4 * GROUPS) + lane
+    place = tl.program_id(0).to(tl.int64) * (4 * GROUPS) + lane - skipped
     _put(target, place, count, deviation * a, ADD)
     _put(target, place + GROUPS, count, deviation * b, ADD)
     _put(target, place + 2 * GROUPS, count, deviation * c, ADD)
     _put(target, place + 3 * GROUPS, count, deviation * d, ADD)
 
 
-def draw(target: Tensor, std: float, name: bytes, add: bool) -> None:
-    """Write std * normals of the stream ``name`` (16 bytes) to ``target``, contiguous float32, or ``add`` them to it.
+def draw(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
+    """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it.
 
-    PrivacyError where the kernel does not compute the stream on this device, and while a CUDA graph is captured: the
-    stream's name would become part of the graph, and every replay would add the same noise.
+    The target is contiguous float32. PrivacyError where the kernel does not compute the stream on this device.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise PrivacyError(
-            "Noise is being drawn while a CUDA graph is captured, whose every replay would add the same numbers; "
-            "capture what comes before the noise, and add it outside of the graph."
-        )
-    _check(target.device)
-    _launch(target, std, name, add)
+    check(target.device)
+    _launch(target, std, name, start, add)
 
 
-def _launch(target: Tensor, std: float, name: bytes, add: bool) -> None:
+def _launch(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
     words = [word - 2**32 if word >= 2**31 else word for word in words_of(name)]
     count = target.numel()
     if count:
-        _normals[(triton.cdiv(count, 4 * GROUPS),)](target, count, float(std), *words, ADD=add, GROUPS=GROUPS)
+        first, skipped = divmod(start, BLOCK)
+        grid = (triton.cdiv(skipped + count, BLOCK),)
+        _normals[grid](target, count, first, skipped, float(std), *words, ADD=add, GROUPS=GROUPS)
     torch.autograd.graph.increment_version(target)
 
 
 @functools.cache
-def _check(device: torch.device) -> None:
+def check(device: torch.device) -> None:
     """Hold the kernel against float64, once for each device.
 
-    Of two lengths: Triton compiles another variant for multiples of 16, which most sums are.
+    Of several lengths and places: Triton compiles other variants for multiples of 16, which most of them are.
     """
-    names, lengths = (bytes(range(NAME_BYTES)), bytes([255] * NAME_BYTES)), (12 * GROUPS, 12 * GROUPS + 5)
-    for name, length in itertools.product(names, lengths):
+    names, pieces = (bytes(range(NAME_BYTES)), bytes([255] * NAME_BYTES)), ((0, 3 * BLOCK), (0, 3 * BLOCK + 5), (7, 9))
+    for name, (start, length) in itertools.product(names, pieces):
         for add in (False, True):
             found = torch.ones(length, device=device)
-            _launch(found, 2.0, name, add)
-            true = 2.0 * normals(name, len(found)) + add
-            error = float(np.abs(found.double().cpu().numpy() - true).max())
+            _launch(found, 2.0, name, start, add)
+            true = 2.0 * normals(name, length, start) + add
+            error = float((found.double().cpu() - true).abs().max())
             if not error <= 3.0 * LARGEST_ERROR:
                 raise PrivacyError(
                     f"The kernel of noise on {device} is off by {error:.3g} from what it should draw; without it, by "
-                    "DPCORE_TRITON=0, torch's own generator draws the noise."
+                    "DPCORE_TRITON=0, torch's operators compute the same."
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class SumBuffer:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
         params = list(self.parameters.values())
         self._kinds = {(p.dtype, p.device) for p in params}
-        self._strides = [p.stride() for p in params]
+        self._layout = [(p.shape, p.stride()) for p in params]
         dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
         devices = {p.device for p in params}
         if any(dtype.is_complex for dtype in dtypes):
@@ -78,6 +78,22 @@ class SumBuffer:
     def sums(self) -> dict[Parameter, Tensor]:
         """Every parameter's sum, a view of ``flat`` in the parameter's shape."""
         return self._held.sums
+
+    def by_address(self) -> Iterator[tuple[int, Tensor]]:
+        """Give the sums in parts, each with the place of its first number among all: noise has that address.
+
+        A parameter whose memory is row-major lies in ``flat`` as it is numbered; such ones come together, as vectors.
+        """
+        first = last = 0
+        for param, summed in self.sums.items():
+            if not summed.is_contiguous():
+                if last > first:
+                    yield first, self.flat[first:last]
+                yield last, summed
+                first = last + param.numel()
+            last += param.numel()
+        if last > first:
+            yield first, self.flat[first:last]
 
     def clear(self) -> None:
         """Make the sums zero."""
@@ -120,8 +136,8 @@ class SumBuffer:
 
     @property
     def lies_otherwise(self) -> bool:
-        """Whether a parameter has another order in memory than its sum, which rules write in memory's order."""
-        return self._strides != [p.stride() for p in self.parameters.values()]
+        """Whether a parameter has another size or order in memory than its sum, which rules write in memory's order."""
+        return self._layout != [(p.shape, p.stride()) for p in self.parameters.values()]
 
     def follow(self) -> bool:
         """Empty sums where the parameters are now, if ``module.to(...)`` has moved them or turned them in memory."""

@@ -376,20 +376,20 @@ def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[tupl
     return ((*x.shape[-2:], *size, *window, x.shape[:-2].numel(), torch.get_num_threads()),)
 
 
-def add_normals(target: Tensor, std: float, words: bytes) -> None:
-    """Add std * normals to ``target``: those, to rounding, that torch draws into a tensor of this length.
+def put_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
+    """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it."""
+    words = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    sizes = (start, target.numel(), torch.get_num_threads())
+    _call("dpcore_add_normals" if add else "dpcore_fill_normals", (words, target), sizes, std)
+    torch.autograd.graph.increment_version(target)
 
-    The length is 16 or more, and they come from a Mersenne twister whose state is ``words`` (624, little-endian).
+
+def add_normals_to_rows(target: Tensor, deviations: Tensor, name: bytes, rows: Tensor, start: int) -> None:
+    """target[i, j] += deviations[i] * (number start + rows[i] * width + j of the stream), as :mod:`dpcore.normals`.
+
+    ``rows``: int64 [n], different ones in ascending order; target [n, width], deviations [n].
     """
-    _put_normals("dpcore_add_normals", target, std, words)
-
-
-def fill_normals(target: Tensor, std: float, words: bytes) -> None:
-    """Write over ``target`` what :func:`add_normals` adds to it."""
-    _put_normals("dpcore_fill_normals", target, std, words)
-
-
-def _put_normals(name: str, target: Tensor, std: float, words: bytes) -> None:
-    state = torch.frombuffer(bytearray(words), dtype=torch.int32)
-    _call(name, (state, target), (target.numel(),), std)
+    words = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    sizes = (*target.shape, start, torch.get_num_threads())
+    _call("dpcore_add_normals_to_rows", (words, target, rows, deviations), sizes)
     torch.autograd.graph.increment_version(target)

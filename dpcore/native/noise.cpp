@@ -1,52 +1,70 @@
-// Normal noise, added in one pass: the values that torch draws from a Mersenne twister in this state, to rounding.
+// Normal noise, added or written in one pass: the numbers of dpcore/normals.py, in float32.
 //
-// torch fills a float tensor with uniforms of 24 bits, a word of the twister each, and turns every 16 of them into normals
-// by Box-Muller: the first 8 give radii, the last 8 angles, cosines replace the former and sines the latter. What is left
-// over when the length is no multiple of 16 comes with the last 15 values before it from 16 fresh words.
-// Here the twister's block of 624 words (39 groups) is made, tempered and transformed along vectors.
+// A stream is Philox 4x32-10 under a name of four words, the key and the counter's upper half. Counter n gives two pairs of
+// normals. Of 256 counters the first normals stand beside each other, then the second ones, and so on. Every operation is
+// rounded by itself and to nearest, so that all instruction sets give the same bits.
 
 #include "vectors.h"
 
-#if defined(__AVX__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
-constexpr int WORDS = 624, SHIFT = 397, GROUP = 16, HALF = 8, GROUPS = WORDS / GROUP;
+constexpr int GROUPS = 256, BLOCK = 4 * GROUPS, ROUNDS = 10;
+constexpr uint32_t FIRST = 0xD2511F53u, SECOND = 0xCD9E8D57u, WEYL[2] = {0x9E3779B9u, 0xBB67AE85u};
+constexpr int64_t BLOCKS_A_THREAD = 64;  // some 0.1 ms
 
-static inline uint32_t mixed(uint32_t a, uint32_t b) {
-    return (((a & 0x80000000u) | (b & 0x7fffffffu)) >> 1) ^ (-(b & 1u) & 0x9908b0dfu);
+// Each operation waits for the one before, and a processor looks only so far ahead: so many vectors take each of them in
+// turn.
+constexpr int TOGETHER = 4, LANES = TOGETHER * W;
+#define EACH _Pragma("GCC unroll 4") for (int n = 0; n < TOGETHER; ++n)
+
+// 32-bit words, each in the lower half of 64 bits; the upper half holds anything.
+typedef uint64_t L __attribute__((vector_size(W * 4)));
+typedef U Words __attribute__((may_alias));
+typedef V Normals __attribute__((may_alias));
+typedef float Number __attribute__((may_alias));
+
+// The whole products of the lower halves.
+static inline L multiplied(L words, uint32_t by) {
+#if defined(__AVX512F__)
+    return (L)_mm512_mul_epu32((__m512i)words, _mm512_set1_epi32(int(by)));
+#elif defined(__AVX2__)
+    return (L)_mm256_mul_epu32((__m256i)words, _mm256_set1_epi32(int(by)));
+#elif defined(__SSE2__) && !defined(__AVX__)
+    return (L)_mm_mul_epu32((__m128i)words, _mm_set1_epi32(int(by)));
+#elif defined(__ARM_NEON)
+    return (L)vmull_u32(vmovn_u64((uint64x2_t)words), vdup_n_u32(by));
+#else
+    return (words & 0xffffffffu) * by;
+#endif
 }
 
-static void next_block(uint32_t* __restrict state) {
-    // Three loops without a dependence shorter than a vector within each.
-    for (int k = 0; k < WORDS - SHIFT; ++k) state[k] = state[k + SHIFT] ^ mixed(state[k], state[k + 1]);
-#pragma GCC ivdep
-    for (int k = WORDS - SHIFT; k < WORDS - 1; ++k) state[k] = state[k + SHIFT - WORDS] ^ mixed(state[k], state[k + 1]);
-    state[WORDS - 1] = state[SHIFT - 1] ^ mixed(state[WORDS - 1], state[0]);
+// The lower halves of ``even`` and ``odd``, by turns.
+static inline U joined(L even, L odd) {
+#if defined(__AVX512F__)
+    return (U)_mm512_mask_mov_epi32((__m512i)even, 0xaaaa, (__m512i)(odd << 32));
+#elif defined(__AVX2__)
+    return (U)_mm256_blend_epi32((__m256i)even, (__m256i)(odd << 32), 0xaa);
+#else
+    return (U)((even & 0xffffffffu) | (odd << 32));
+#endif
 }
 
-static inline float uniform(uint32_t y) {
-    y ^= y >> 11;
-    y ^= (y << 7) & 0x9d2c5680u;
-    y ^= (y << 15) & 0xefc60000u;
-    y ^= y >> 18;
-    return float(int32_t(y & 0xffffffu)) * (1.0f / 16777216);
-}
-
-static inline V select(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }
-
-// Natural logarithm of 0 < x <= 1: x = 2^k m with m in [sqrt(1/2), sqrt(2)), log m = 2 atanh(s), s = (m - 1) / (m + 1).
-static inline V logarithm(V x) {
-    // Unsigned, for lanes beside the values hold anything, and signed numbers must not overflow.
-    const I k = (I)((U)x - 0x3f3504f3u) >> 23;
-    const V m = (V)((U)x - ((U)k << 23)), s = (m - 1.0f) / (m + 1.0f), q = s * s;
-    V p = q * (2.0f / 11) + (2.0f / 9);
-    p = p * q + (2.0f / 7);
-    p = p * q + (2.0f / 5);
-    p = p * q + (2.0f / 3);
-    const V n = __builtin_convertvector(k, V);
-    // ln 2 in two parts: the first has few bits, so that its product with n is exact.
-    return n * 0.693359375f + (n * -2.12194440e-4f + (s * q * p + 2.0f * s));
+// ``yes`` where the sign bit of ``of`` is set, elsewhere ``no``.
+static inline V by_sign(U of, V yes, V no) {
+#if defined(__AVX512F__)
+    return (V)_mm512_mask_blend_ps(_mm512_cmplt_epi32_mask((__m512i)of, _mm512_setzero_si512()), (__m512)no, (__m512)yes);
+#elif defined(__AVX__)
+    return (V)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)of);
+#elif defined(__SSE4_1__)
+    return (V)_mm_blendv_ps((__m128)no, (__m128)yes, (__m128)of);
+#else
+    const I mask = (I)of >> 31;
+    return (V)(((I)yes & mask) | ((I)no & ~mask));
+#endif
 }
 
 // A loop over sqrtf would not become vectors: it may have to set errno.
@@ -55,100 +73,201 @@ static inline V root(V x) {
     return (V)_mm512_sqrt_ps((__m512)x);
 #elif defined(__AVX__)
     return (V)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (V)_mm_sqrt_ps((__m128)x);
 #else
     for (int i = 0; i < W; ++i) x[i] = __builtin_sqrtf(x[i]);
     return x;
 #endif
 }
 
-struct Buffer {
-    alignas(64) float uniforms[WORDS], radii[WORDS], angles[WORDS];
+// A stream's key of each round and the upper half of its counters, and the numbers of the even lanes.
+struct Stream {
+    L key[ROUNDS][2], upper[2], even;
+    explicit Stream(const uint32_t* name) {
+        for (int j = 0; j < 2; ++j) upper[j] = L{} + uint64_t(name[2 + j]);
+        for (int r = 0; r < ROUNDS; ++r)
+            for (int j = 0; j < 2; ++j) key[r][j] = L{} + uint64_t(name[j] + uint32_t(r) * WEYL[j]);
+        for (int i = 0; i < W / 2; ++i) even[i] = uint64_t(2 * i);
+    }
 };
 
-// radii[8 g + j] and angles[8 g + j] of ``groups`` groups: uniforms in, normals out.
-static void transform(Buffer& buffer, int64_t groups) {
-    for (int64_t i = 0; i < groups * HALF; i += W) {
-        V* first = (V*)(buffer.radii + i);
-        V* second = (V*)(buffer.angles + i);
-        const V radius = root(-2.0f * logarithm(1.0f - *first));
-        // The angle in quarter turns: the nearest whole number of them, and a rest r of at most an eighth turn.
-        const V quarters = *second * 4.0f, shift = all(12582912.0f), moved = quarters + shift;
-        const I turn = (I)((U)moved - (U)shift);
-        const V r = (quarters - (moved - shift)) * 1.57079632679489662f, q = r * r;
-        V sine = q * (1.0f / 362880) - (1.0f / 5040);
-        sine = sine * q + (1.0f / 120);
-        sine = sine * q - (1.0f / 6);
-        sine = sine * q * r + r;
-        V cosine = q * (-1.0f / 3628800) + (1.0f / 40320);
-        cosine = cosine * q - (1.0f / 720);
-        cosine = cosine * q + (1.0f / 24);
-        cosine = cosine * q * q - 0.5f * q + 1.0f;
-        const I odd = -(turn & 1);
-        const U sign_cosine = (((U)turn + 1u) & 2u) << 30, sign_sine = ((U)turn & 2u) << 30;
-        *first = radius * (V)((U)select(odd, sine, cosine) ^ sign_cosine);
-        *second = radius * (V)((U)select(odd, cosine, sine) ^ sign_sine);
+// words[k * GROUPS + i]: word k of counter + i, for LANES counters that begin at a multiple of LANES.
+static inline void put_words(const Stream& stream, uint64_t counter, uint32_t* words) {
+    for (int64_t first = 0; first < LANES; first += LANES / 2) {
+        L c[TOGETHER][4];
+        EACH {
+            // Even and odd counters lie apart, which leaves room for the products.
+            c[n][0] = stream.even + (counter + uint64_t(first + n / 2 * W + n % 2));
+            c[n][1] = L{} + (counter >> 32);
+            c[n][2] = stream.upper[0];
+            c[n][3] = stream.upper[1];
+        }
+#pragma GCC unroll 10
+        for (int r = 0; r < ROUNDS; ++r) EACH {
+                const L of_first = multiplied(c[n][0], FIRST), of_third = multiplied(c[n][2], SECOND);
+                c[n][0] = (of_third >> 32) ^ (c[n][1] ^ stream.key[r][0]);
+                c[n][2] = (of_first >> 32) ^ (c[n][3] ^ stream.key[r][1]);
+                c[n][1] = of_third;
+                c[n][3] = of_first;
+            }
+        for (int n = 0; n < TOGETHER; n += 2)
+            for (int k = 0; k < 4; ++k) *(Words*)(words + k * GROUPS + first + n / 2 * W) = joined(c[n][k], c[n + 1][k]);
     }
 }
 
-static void draw(const uint32_t* words, int64_t groups, Buffer& buffer) {
-    for (int64_t i = 0; i < groups * GROUP; ++i) buffer.uniforms[i] = uniform(words[i]);
-    for (int64_t g = 0; g < groups; ++g) {
-        std::memcpy(buffer.radii + g * HALF, buffer.uniforms + g * GROUP, HALF * sizeof(float));
-        std::memcpy(buffer.angles + g * HALF, buffer.uniforms + g * GROUP + HALF, HALF * sizeof(float));
+// radii[n]: Box-Muller's radius sqrt(-2 log u) of u = (words[n] + 1/2) / 2^32.
+static inline void put_radii(const Words* words, Normals* radii) {
+    constexpr float ONE = 4294967296.0f;  // all is times 2^32 until it is divided
+    U over[TOGETHER];
+    V more[TOGETHER], s[TOGETHER], q[TOGETHER], p[TOGETHER], k[TOGETHER];
+    EACH {
+        // The smaller one of u and 1 - u.
+        const V y = __builtin_convertvector((I)words[n] ^ ((I)words[n] >> 31), V) + 0.5f;
+        const U u = (U)by_sign(words[n], ONE - y, y);
+        // u = 2^k m with m in [sqrt(1/2), sqrt(2)).
+        over[n] = u - 0x4f3504f3u;
+        // Where k is 0, u has few digits of 1 - u.
+        more[n] = by_sign(over[n], (V)(u - (over[n] & 0xff800000u)) - ONE, -y);
     }
-    transform(buffer, groups);
+    // log m = 2 atanh(s), s = (m - 1) / (m + 1), by the polynomial of least largest error; all times -2.
+    EACH s[n] = more[n] / (more[n] + 2.0f * ONE);
+    EACH q[n] = s[n] * s[n];
+    EACH p[n] = q[n] * -0.59743458f - 0.79955083f;
+    EACH p[n] = p[n] * q[n] - 1.3333355f;
+    EACH p[n] = p[n] * q[n] - 4.0f;
+    EACH k[n] = __builtin_convertvector((I)over[n] >> 23, V);
+    // ln 2 in two parts: the first has few bits, so that its product with k is exact.
+    EACH p[n] = k[n] * -1.38671875f + (k[n] * 4.24388880e-4f + s[n] * p[n]);
+    EACH radii[n] = root(p[n]);
 }
 
-// out[j] += std * normal j of group g, or = (``ADDS`` false), for the first ``stop`` of 16.
+// first[n] and second[n]: cosine and sine of 2 pi (words[n] + 1/2) / 2^32, times radii[n].
+static inline void turn(const Words* words, const Normals* radii, Normals* first, Normals* second) {
+    U moved[TOGETHER];
+    V r[TOGETHER], t[TOGETHER], sine[TOGETHER], cosine[TOGETHER];
+    EACH {
+        // The nearest number of quarter turns, in the two upper bits, and a rest r of at most an eighth turn.
+        moved[n] = words[n] + 0x20000000u;
+        const U rest = words[n] - (moved[n] & 0xc0000000u);
+        r[n] = (__builtin_convertvector((I)rest, V) + 0.5f) * 1.4629180792671596e-09f;
+    }
+    EACH t[n] = r[n] * r[n];
+    EACH sine[n] = t[n] * -1.9517299e-4f + 8.3321780e-3f;
+    EACH cosine[n] = t[n] * 2.4438452e-5f - 1.3887368e-3f;
+    EACH sine[n] = sine[n] * t[n] - 0.16666655f;
+    EACH cosine[n] = cosine[n] * t[n] + 4.1666646e-2f;
+    EACH sine[n] = sine[n] * (t[n] * r[n]) + r[n];
+    EACH cosine[n] = cosine[n] * (t[n] * t[n]) + (1.0f - 0.5f * t[n]);
+    EACH {
+        // In odd quarters they change places.
+        const U odd = moved[n] << 1;
+        const V x = by_sign(odd, sine[n], cosine[n]), y = by_sign(odd, cosine[n], sine[n]), radius = radii[n];
+        first[n] = radius * (V)((U)x ^ ((moved[n] + 0x40000000u) & 0x80000000u));
+        second[n] = radius * (V)((U)y ^ (moved[n] & 0x80000000u));
+    }
+}
+
+// Words, in whose places normals are written.
+struct Block {
+    alignas(64) uint32_t words[BLOCK];
+};
+
+// The normals of a block, in the lanes [first, last) of 256 and the halves [half, end).
+static inline void draw(
+    const Stream& stream, int64_t block, int64_t first, int64_t last, int64_t half, int64_t end, Block& to) {
+    for (int64_t lane = first; lane < last; lane += LANES)
+        put_words(stream, uint64_t(block * GROUPS + lane), to.words + lane);
+    // Both halves hold words of radii and, behind them, those of angles; normals take their places.
+    for (; half < end; half += BLOCK / 2)
+        for (int64_t lane = half + first; lane < half + last; lane += LANES) {
+            const Words* words = (const Words*)(to.words + lane);
+            Normals* normals = (Normals*)(to.words + lane);
+            put_radii(words, normals);
+            turn(words + GROUPS / W, normals, normals, normals + GROUPS / W);
+        }
+}
+
+// Those at the places [from, end), and perhaps others.
+static void draw_part(const Stream& stream, int64_t block, int64_t from, int64_t end, Block& to) {
+    const bool is_short = from / GROUPS == (end - 1) / GROUPS;
+    const int64_t first = is_short ? from % GROUPS / LANES * LANES : 0, last = is_short ? (end - 1) % GROUPS + 1 : GROUPS;
+    draw(stream, block, first, last, from / (BLOCK / 2) * (BLOCK / 2), end, to);
+}
+
+static void draw_whole(const Stream& stream, int64_t block, Block& to) { draw(stream, block, 0, GROUPS, 0, BLOCK, to); }
+
+// target[i] is place ``start`` + i of the stream.
 template <bool ADDS>
-static inline void put_group(const Buffer& buffer, int64_t g, float std, float* out, int64_t stop) {
-    auto put = [](float& to, float value) { to = ADDS ? to + value : value; };
-    const float *first = buffer.radii + g * HALF, *second = buffer.angles + g * HALF;
-    if (stop >= GROUP) {
-        for (int j = 0; j < HALF; ++j) put(out[j], std * first[j]);
-        for (int j = 0; j < HALF; ++j) put(out[HALF + j], std * second[j]);
-    } else {
-        for (int64_t j = 0; j < stop; ++j) put(out[j], std * (j < HALF ? first[j] : second[j - HALF]));
-    }
-}
-
-template <bool ADDS>
-static void put_normals(uint32_t* state, float* target, int64_t count, double deviation) {
-    Buffer buffer{};
+static void put(const uint32_t* name, float* target, int64_t start, int64_t count, int64_t threads, double deviation) {
+    if (count <= 0) return;
+    const Stream stream(name);
     const float std = float(deviation);
-    const int64_t whole = count / GROUP, left = count % GROUP, kept = left ? count - GROUP : count;
-    int64_t used = WORDS;
-    for (int64_t first = 0; first < whole; first += GROUPS) {
-        const int64_t groups = std::min<int64_t>(GROUPS, whole - first);
-        next_block(state);
-        used = groups * GROUP;
-        draw(state, groups, buffer);
-        for (int64_t g = 0; g < groups; ++g) {
-            const int64_t at = (first + g) * GROUP;
-            put_group<ADDS>(buffer, g, std, target + at, kept - at);
+    const int64_t first = start / BLOCK, stop = start + count;
+    by_threads((stop - 1) / BLOCK + 1 - first, BLOCKS_A_THREAD, threads, [&](int64_t from, int64_t to) {
+        Block drawn;
+        for (int64_t block = first + from; block < first + to; ++block) {
+            const int64_t place = std::max(start, block * BLOCK), end = std::min(stop, (block + 1) * BLOCK);
+            if (end - place == BLOCK)
+                draw_whole(stream, block, drawn);
+            else
+                draw_part(stream, block, place % BLOCK, end - block * BLOCK, drawn);
+            const Number* normals = (const Number*)drawn.words + place % BLOCK;
+            float* out = target + (place - start);
+#pragma GCC ivdep
+            for (int64_t i = 0; i < end - place; ++i) out[i] = ADDS ? out[i] + std * normals[i] : std * normals[i];
         }
-    }
-    if (!left) return;
-    // Words were drawn for all values before the 16 fresh ones.
-    uint32_t words[GROUP];
-    for (int64_t i = -left; i < GROUP; ++i) {
-        if (used == WORDS) {
-            next_block(state);
-            used = 0;
-        }
-        if (i >= 0) words[i] = state[used];
-        ++used;
-    }
-    draw(words, 1, buffer);
-    put_group<ADDS>(buffer, 0, std, target + count - GROUP, GROUP);
+    });
 }
 
-// target[i] += std * normal i for i < count, count >= 16; ``state``: the twister's 624 words before its first block.
-extern "C" void dpcore_add_normals(uint32_t* state, float* target, int64_t count, double deviation) {
-    put_normals<true>(state, target, count, deviation);
+// target[i] += deviation * number start + i of the stream ``name`` (four words), for i < count.
+extern "C" void dpcore_add_normals(
+    const uint32_t* name, float* target, int64_t start, int64_t count, int64_t threads, double deviation) {
+    put<true>(name, target, start, count, threads, deviation);
 }
 
 // The same into a target of any values, which are written over.
-extern "C" void dpcore_fill_normals(uint32_t* state, float* target, int64_t count, double deviation) {
-    put_normals<false>(state, target, count, deviation);
+extern "C" void dpcore_fill_normals(
+    const uint32_t* name, float* target, int64_t start, int64_t count, int64_t threads, double deviation) {
+    put<false>(name, target, start, count, threads, deviation);
+}
+
+// target[i, j] += deviations[i] * number start + rows[i] * width + j, for ``count`` different rows in ascending order.
+extern "C" void dpcore_add_normals_to_rows(
+    const uint32_t* name,
+    float* target,
+    const int64_t* rows,
+    const float* deviations,
+    int64_t count,
+    int64_t width,
+    int64_t start,
+    int64_t threads) {
+    if (count <= 0) return;
+    const Stream stream(name);
+    const int64_t near = BLOCK / width + 1;
+    by_threads(count, BLOCKS_A_THREAD * 4, threads, [&](int64_t from, int64_t to) {
+        Block drawn;
+        int64_t whole = -1;  // the block that is drawn as a whole
+        for (int64_t i = from; i < to; ++i) {
+            float* out = target + i * width;
+            const float std = deviations[i];
+            for (int64_t place = start + rows[i] * width, stop = place + width; place < stop;) {
+                const int64_t block = place / BLOCK, end = std::min(stop, (block + 1) * BLOCK);
+                if (block != whole) {
+                    // As a whole where most of the rows beside this one come, too.
+                    const bool all = i + near < to && rows[i + near] - rows[i] <= 2 * near;
+                    if (all)
+                        draw_whole(stream, block, drawn);
+                    else
+                        draw_part(stream, block, place % BLOCK, end - block * BLOCK, drawn);
+                    whole = all ? block : -1;
+                }
+                const Number* normals = (const Number*)drawn.words + place % BLOCK;
+#pragma GCC ivdep
+                for (int64_t j = 0; j < end - place; ++j) out[j] += std * normals[j];
+                out += end - place;
+                place = end;
+            }
+        }
+    });
 }

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dpcore import normals
+
 TOLERANCE = 1e-4
 """Largest difference over the largest value: sums of float32 in another order differ by some 1e-6."""
 
@@ -108,16 +110,16 @@ def _tokens(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _normals(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    true = torch.randn(1000, generator=generator)
-    # The words of the twister before its first block, from its seed (Matsumoto and Nishimura, 1998).
-    words = [7]
-    for k in range(1, 624):
-        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + k) & 0xFFFFFFFF)
-    state = torch.tensor(words, dtype=torch.int64).to(torch.int32)
-    for name, found in (("add_normals", torch.zeros(1000)), ("fill_normals", torch.full((1000,), float("nan")))):
-        call(f"dpcore_{name}", (state.clone(), found), 1000, numbers=(1.0,))
-        yield name, found, true
+    name, start, count = bytes(range(normals.NAME_BYTES)), normals.BLOCK - 300, 1000
+    words, true = torch.tensor(list(name), dtype=torch.uint8), normals.normals(name, count, start)
+    for kind, found in (("add_normals", torch.zeros(count)), ("fill_normals", torch.full((count,), float("nan")))):
+        call(f"dpcore_{kind}", (words, found), start, count, 1, numbers=(1.0,))
+        yield kind, found, true
+    rows, deviations, found = torch.tensor([0, 2, 3, 41]), torch.tensor([1.0, 0.5, 2.0, 3.0]), torch.zeros(4, 19)
+    call("dpcore_add_normals_to_rows", (words, found, rows, deviations), 4, 19, 300, 1)
+    of_rows = torch.zeros(4, 19)
+    normals.add_to_rows(of_rows, deviations, name, rows, 300)
+    yield "add_normals_to_rows", found, of_rows
 
 
 def _lstm(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:

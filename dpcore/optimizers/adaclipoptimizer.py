@@ -122,7 +122,7 @@ class AdaClipDPOptimizer(DPOptimizer):
             return self._secret_noise
         digest = hashlib.sha256(f"dpcore unclipped count {self.noise.seed}".encode()).digest()
         noise = GaussianNoise(int.from_bytes(digest[:16], "little"), self.noise.rank)
-        noise.also = self.noise.also
+        noise.also, noise.version = self.noise.also, self.noise.version
         return noise
 
     def update_max_grad_norm(self, noisy_count: float) -> None:

@@ -194,14 +194,14 @@ class DPOptimizer(ClippingOptimizer):
     def add_noise(self) -> None:
         """Set ``p.grad`` to the summed gradient + σ·C·noise of this step's number.
 
-        Of several ranks the sums are added up, with the noise of the first.
+        Of several ranks the sums are added up, and each draws its share of the noise.
         """
         self.summed.take_changed()
         if self.module.ordinary_grad:
             self.summed.show(copies=True)
         self.logical_batch.check_bounds()
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
-        Release.by(self, std).finish(self.accumulator.flat)
+        Release.by(self, std).finish(self.accumulator)
         self.steps += 1
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad

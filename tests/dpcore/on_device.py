@@ -109,7 +109,7 @@ def _noise(device: str) -> dict[str, Any]:
     import torch
 
     from dpcore import gpu
-    from dpcore.gpu.normals import LARGEST_ERROR, normals
+    from dpcore.normals import LARGEST_ERROR, normals
 
     with _triton(True):
         added = torch.zeros(NORMALS, device=device)
@@ -117,13 +117,13 @@ def _noise(device: str) -> dict[str, Any]:
             return {"outcome": "no kernel"}
         try:
             name = bytes(range(100, 116))
-            gpu.draw_normals(added, 2.0, name, add=True)
-            gpu.draw_normals(added, 1.0, name, add=True)
+            gpu.draw_normals(added, 2.0, name, 0, add=True)
+            gpu.draw_normals(added, 1.0, name, 0, add=True)
             written = torch.empty_like(added)
-            gpu.draw_normals(written, 3.0, name, add=False)
+            gpu.draw_normals(written, 3.0, name, 0, add=False)
         except Exception as failure:
             return {"outcome": "crash", "reason": f"{type(failure).__name__}: {failure}"[:500]}
-        true = 3.0 * torch.from_numpy(normals(name, NORMALS))
+        true = 3.0 * normals(name, NORMALS)
         error = max(float((found.cpu().double() - true).abs().max()) for found in (added, written)) / 3.0
     return {"outcome": "right" if error <= LARGEST_ERROR else "wrong", "error": error}
 

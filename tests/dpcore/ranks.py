@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from dpcore import PrivacyEngine, PrivacyError, UnsupportedError, views
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from dpcore.noise import grid_spacing
+from dpcore.noise import GaussianNoise, grid_spacing
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 
 EXAMPLES, RATE, CLIP, DIVISOR = 40, 0.25, 0.5, 10
@@ -192,6 +193,32 @@ def check_empty() -> Any:
         draws.append(weights(module) - before)
         before = weights(module)
     return torch.stack(draws)
+
+
+def _counted(drawn: list[int], add: Any, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+    drawn.append(target.numel())
+    return add(target, *rest)
+
+
+def _noted(released: list[torch.Tensor], optimizer: Any, divide: Any) -> None:
+    released.append(torch.cat([p.grad.flatten() for p in optimizer.accumulator.parameters.values()]))
+    divide()
+
+
+def check_shares() -> Any:
+    """Noise alone, of an empty batch: whether it is one process's, and how many numbers this rank has drawn."""
+    found = {}
+    for how in ("replicated", "sharded") if hasattr(torch.cpu.Stream, "record_event") else ("replicated",):
+        _, module, optimizer, _ = private(1.0, torch.float32, how=how, check_batches=False)
+        drawn: list[int] = []
+        optimizer.noise.add_ = partial(_counted, drawn, optimizer.noise.add_)
+        released: list[torch.Tensor] = []
+        optimizer.scale_grad = partial(_noted, released, optimizer, optimizer.scale_grad)
+        x, y = data(torch.float32)[:0][:2]
+        step(module, optimizer, x, y)
+        alone = GaussianNoise(7).add_(torch.zeros_like(released[0]), CLIP, 0)
+        found[how] = {"equal": torch.equal(released[0], alone), "drawn": sum(drawn), "of": len(alone)}
+    return found
 
 
 def step_in_half_precision() -> bool:

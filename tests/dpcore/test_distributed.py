@@ -20,7 +20,7 @@ from tests.dpcore.several import launch, trained_alone, union
 pytestmark = pytest.mark.xdist_group("ranks")  # one launch for all of them
 
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
-CHECKS = ["sums", "pieces", "units", "noise", "secure", "empty", "resume", "adaptive", "generator"]
+CHECKS = ["sums", "pieces", "units", "noise", "shares", "secure", "empty", "resume", "adaptive", "generator"]
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
 """Whether this torch's fully_shard works on a CPU: that of torch 2.6 ends in an AttributeError as it first gathers."""
 CHECKS += ["sharded"] if SHARDS_HERE else []
@@ -57,6 +57,12 @@ def test_the_noise_is_that_of_one_process_with_the_same_seed_and_pieces_and_equa
         for report in check:
             torch.testing.assert_close(report["weights"], truth, rtol=1e-9, atol=1e-10)
             assert report["accounted"] == [(1.0, ranks.RATE, STEPS)]
+
+
+def test_the_noises_bits_are_those_of_one_process_and_each_rank_draws_its_share(found):
+    for report in (one for r in found for one in r["shares"].values()):
+        assert report["equal"]
+        assert abs(report["drawn"] - report["of"] / len(found)) < 1
 
 
 def test_without_a_seed_the_ranks_share_a_secret_one(found):

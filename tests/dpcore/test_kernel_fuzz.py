@@ -103,17 +103,17 @@ def test_tokens(batch, length, rows, width, values, offset):
         torch.testing.assert_close(out, one_hot.T @ vectors, rtol=1e-4, atol=1e-4)
 
 
-@given(st.integers(16, 2000), st.integers(0, 3), st.sampled_from([0.0, 1.0, 3e38]))
+@given(st.integers(1, 2000), st.integers(0, 3), st.sampled_from([0.0, 1.0, 3e38]), st.integers(0, 2000))
 @settings(max_examples=25)
-def test_noise(size, offset, deviation):
-    words = bytes(range(256)) * 9 + bytes(4 * 624 - 9 * 256)
+def test_noise(size, offset, deviation, start):
+    name = bytes(range(16))
     memory = torch.zeros(size + offset + 8)
     target = memory[offset : offset + size]
-    native.add_normals(target, deviation, words)
+    native.put_normals(target, deviation, name, start, add=True)
     assert not memory[:offset].any() and not memory[offset + size :].any(), "nothing beside the target is written"
     assert bool(target.any()) == bool(deviation)
     added = target.clone()
-    native.fill_normals(target, deviation, words)
+    native.put_normals(target, deviation, name, start, add=False)
     assert not memory[:offset].any() and not memory[offset + size :].any(), "nothing beside the target is written"
     assert torch.equal(target, added), "what the target held does not count"
 

@@ -1,0 +1,238 @@
+"""An engine whose large tables get their noise row by row, when a row is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dpcore.arguments import check_divisor
+from dpcore.engine import checks
+from dpcore.engine.batch_sums import ClippedSum, LossFn
+from dpcore.engine.engine import Engine
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.lazy_tables.checks import check_noise, check_table, settings_of
+from dpcore.lazy_tables.history import History, Step
+from dpcore.lazy_tables.hooks import watch
+from dpcore.lazy_tables.table import Table
+from dpcore.lazy_tables.window import NoiseOfWindows, Window
+from dpcore.noise import GaussianNoise
+
+RowsOf = Callable[[Any], Tensor]
+EXACT_STEPS = 8
+
+
+class LazyEngine:
+    """An :class:`dpcore.Engine` for models with huge embedding tables: a step takes the time of the rows that it reads.
+
+    It releases what ``Engine`` releases. A row that no batch has read for at most ``exact_steps`` steps gets, when it
+    is needed, the very numbers that those steps would have added; after more of them one normal of the same variance,
+    which has the same law. Beside a table there are 4 bytes for each of its rows.
+
+    Between steps the table's parameter shows NaN: rows that wait for their noise must not be seen.
+    ``model.state_dict()`` and calls of the table's module bring up to date what they read; :meth:`flush` does so for
+    all rows, and gives the parameter its values back until the next step. Call it before anything else reads, copies or
+    moves the model.
+
+    Args:
+        model: The module, in training mode. It stays the caller's; while a step is made, windows stand in for tables.
+        loss_fn: As for ``Engine``.
+        tables: Names of the modules (``nn.Embedding``, or ``nn.EmbeddingBag`` by sum or mean) whose weights are drawn
+            lazily: float32 on a CPU. Their rows are those that the integers of a batch ``x`` name; a mapping gives, by
+            name, a function that finds them in ``x``, or None.
+        optimizer: ``torch.optim.SGD`` without momentum, over the tables and what else it is to update. Learning rates
+            and weight decay may change between steps.
+        noise: The source of noise; None draws a secret seed. It must be one by seed.
+        exact_steps: See above; more take longer where rows are read again soon.
+        **options: Those of ``Engine``, but for ``compile``.
+
+    Raises:
+        UnsupportedError: the optimizer is not linear in what it has added up, or a table is none that can be lazy.
+        ValueError: a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        tables: Sequence[str] | Mapping[str, RowsOf | None],
+        optimizer: torch.optim.Optimizer,
+        noise: GaussianNoise | None = None,
+        exact_steps: int = EXACT_STEPS,
+        **options: Any,
+    ) -> None:
+        if not isinstance(exact_steps, int) or exact_steps < 1:
+            raise ValueError(f"exact_steps is {exact_steps!r}; it must be a whole number of steps, 1 or more.")
+        if options.pop("compile", False):
+            raise UnsupportedError("Lazy tables read rows by their values, which no compiled graph has: compile=False.")
+        self.model, self.optimizer = model, optimizer
+        self.noise = check_noise(GaussianNoise() if noise is None else noise)
+        self._exact, self._process = exact_steps, os.getpid()
+        self._rows_of = dict(tables) if isinstance(tables, Mapping) else dict.fromkeys(tables)
+        self._modules = {name: check_table(model, name) for name in self._rows_of}
+        self._weights = {name: dict(module.named_parameters())["weight"] for name, module in self._modules.items()}
+        places = _addresses(model)
+        self._tables = {name: Table(p, places[p], self.noise) for name, p in self._weights.items()}
+        self._windows = {name: Window(module, name) for name, module in self._modules.items()}
+        self._settings()
+        behind = {self._windows[name].rows: (self._windows[name], self._tables[name]) for name in self._modules}
+        of_windows = NoiseOfWindows(self.noise, behind)
+        with self._swapped():
+            self.engine = Engine(model, loss_fn, noise=of_windows, **options)
+        if self.engine.expected_batch_size is None:
+            raise ValueError("expected_batch_size is not set; it is the public divisor of the update.")
+        of_windows.accumulator = self.engine.accumulator
+        self._others = {name for param, name in self.engine.accumulator.names.items() if param not in behind}
+        self._history = History(0, exact_steps)
+        for name, module in self._modules.items():
+            watch(module, self._tables[name], self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PrivacyError("A LazyEngine is not copied or pickled; call flush(), and build another one from the model.")
+
+    def __repr__(self) -> str:
+        return f"LazyEngine({', '.join(self._modules)} of {type(self.model).__name__}, steps={self.steps})"
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made: the number of the next one. Set it, before the first step, to resume a run."""
+        return self.engine.steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self.flush()
+        self.engine.steps = value
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ; it may be set between steps."""
+        return self.engine.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self.engine.noise_multiplier = value
+
+    def step(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
+        """Make one private update.
+
+        Args:
+            x: Inputs, as for ``Engine``.
+            y: Targets, likewise.
+            mask: Bool [B]; examples whose entry is False contribute nothing.
+
+        Returns:
+            The result of ``Engine.privatize``, without the sums of tables.
+
+        Raises:
+            PrivacyError: the process was forked while rows waited for their noise, a table was replaced, or as
+                ``Engine.step``.
+            UnsupportedError: a table reads a row that was not found in ``x``; the optimizer has other settings than it
+                may; or as ``Engine.step``.
+        """
+        self._check_process()
+        settings = self._settings()
+        if self._history.is_full:
+            self.flush()
+        if not any(table.is_hidden for table in self._tables.values()):
+            self._history = History(self.steps, self._exact)
+        checks.check_optimizer(self.optimizer, self.engine.accumulator.names)
+        for name, table in self._tables.items():
+            table.hide(self._history.steps)
+            rows = self._read(name, x)
+            self._windows[name].show(rows, table.bring_up(rows, self._history))
+        with self._swapped():
+            std = self._deviation()
+            result = self.engine.privatize(x, y, mask)
+        made = Step(self.noise.name(self.steps - 1), std, *settings)
+        self._history.note(made)
+        for name, table in self._tables.items():
+            window = self._windows[name]
+            values = window.part(window.rows.data)
+            assert window.rows.grad is not None
+            made.update(values, window.part(window.rows.grad))
+            table.put(window.shown, values, self._history.steps)
+            window.rows.grad = None
+        self.optimizer.step()
+        # Not those of tables, which would tell which rows were read.
+        shown = {name: s for name, s in result.sums.items() if name in self._others}
+        return replace(result, sums=shown)
+
+    def flush(self) -> None:
+        """Bring all rows of all tables up to date, and show them until the next step.
+
+        Raises:
+            PrivacyError: the process was forked while rows waited for their noise.
+        """
+        if any(table.is_hidden for table in self._tables.values()):
+            self._check_process()
+        for table in self._tables.values():
+            table.flush(self._history)
+
+    def read(self, table: Table, rows: Tensor) -> None:
+        """Bring ``rows`` of a table up to date, which is not flushed.
+
+        Raises:
+            PrivacyError: the process was forked while rows waited for their noise.
+        """
+        self._check_process()
+        table.bring_up(rows.long().unique(), self._history)
+
+    def _deviation(self) -> float:
+        """Return the standard deviation of a step's noise, as the engine has it now."""
+        divisor = check_divisor(self.engine.expected_batch_size)
+        return self.engine.accumulator.check_noise(self.noise_multiplier, 1.0 / divisor)
+
+    def _check_process(self) -> None:
+        if os.getpid() == self._process:
+            return
+        if any(table.is_hidden for table in self._tables.values()):
+            raise PrivacyError(
+                "The process was forked while rows of a table waited for their noise: two processes would draw it, and "
+                "their difference would be bare. Call flush() before the fork."
+            )
+        self._process = os.getpid()
+
+    def _settings(self) -> tuple[float, float]:
+        return settings_of(self.optimizer, list(self._weights.values()))
+
+    def _read(self, name: str, x: Any) -> Tensor:
+        """Return the rows of a table that a batch may read, ascending."""
+        of, count = self._rows_of[name], self._modules[name].num_embeddings
+        found = [of(x)] if of is not None else [t for t in checks.tensors_of(x) if isinstance(t, Tensor)]
+        whole = (torch.int64, torch.int32, torch.int16, torch.uint8)
+        ids = [t.reshape(-1).long() for t in found if t.dtype in whole]
+        rows = torch.cat(ids).unique() if ids else torch.zeros(0, dtype=torch.int64)
+        return rows[(rows >= 0) & (rows < count)]
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Within, the model has windows in the places of its tables."""
+        for name, window in self._windows.items():
+            _put(self.model, name, window.train(self._modules[name].training))
+        try:
+            yield
+        finally:
+            for name, module in self._modules.items():
+                _put(self.model, name, module)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    model.get_submodule(parent)._modules[own] = module
+
+
+def _addresses(model: nn.Module) -> dict[Parameter, int]:
+    """Return the address of the first number of every trained parameter."""
+    found, address = {}, 0
+    for param in model.parameters():
+        if param.requires_grad:
+            found[param] = address
+            address += param.numel()
+    return found

@@ -1,0 +1,78 @@
+"""What reads a table between steps: it gets rows with all their noise, or none."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dpcore.errors import PrivacyError
+from dpcore.lazy_tables.table import Table
+
+
+class Owner(Protocol):
+    """The engine, as far as hooks call it."""
+
+    def flush(self) -> None: ...
+
+    def read(self, table: Table, rows: Tensor) -> None: ...
+
+
+class Watch:
+    """The hooks of one table's module. A copy of a module has none that do anything."""
+
+    def __init__(self, table: Table | None, engine: Owner | None) -> None:
+        self.table, self.engine = table, engine
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait for their noise."""
+        return self.table is not None and self.table.is_hidden
+
+    def __reduce__(self) -> Any:
+        if self.waits:
+            raise PrivacyError(
+                "The model is copied or pickled while rows of a table wait for their noise; call flush() of the "
+                "LazyEngine first, or save model.state_dict(), which does it."
+            )
+        return Watch, (None, None)
+
+    def __call__(self, *_: Any) -> None:
+        """Bring all rows up to date, before a state is written or read."""
+        if self.engine is not None:
+            self.engine.flush()
+
+
+class Reading(Watch):
+    """Before a call of the module: the rows that it reads are brought up to date, and shown while it runs."""
+
+    def __reduce__(self) -> Any:
+        return Reading, super().__reduce__()[1]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Show the table."""
+        if self.table is None or self.engine is None or not self.waits:
+            return
+        ids: Tensor = args[0] if args else named["input"]
+        self.engine.read(self.table, ids)
+        self.table.show(True)
+
+
+class Read(Watch):
+    """Behind such a call, also one that failed."""
+
+    def __reduce__(self) -> Any:
+        return Read, super().__reduce__()[1]
+
+    def __call__(self, *_: Any) -> None:
+        """Hide the table again."""
+        if self.table is not None and self.waits:
+            self.table.show(False)
+
+
+def watch(module: nn.Module, table: Table, engine: Owner) -> None:
+    """Let what reads the table of ``module`` between steps get rows with all their noise."""
+    module.register_forward_pre_hook(Reading(table, engine), with_kwargs=True)
+    module.register_forward_hook(Read(table, engine), always_call=True)
+    module.register_state_dict_pre_hook(Watch(table, engine))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(Watch(table, engine))

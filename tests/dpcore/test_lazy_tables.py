@@ -1,0 +1,387 @@
+"""Tables whose noise is drawn when a row is read: what dense noise gives, in bits or in law; nothing is seen before."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import nn
+from torch.nn import functional as F
+
+from dpcore import Engine, GaussianNoise
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.lazy_tables import LazyEngine
+from dpcore.lazy_tables import table as tables_room
+from dpcore.noise import SecureNoise
+
+ROWS, WIDTH, DIVISOR = 50, 8, 6
+
+
+class Model(nn.Module):
+    """A dense part, and a table of each kind."""
+
+    def __init__(self, kind="embedding", rows=ROWS):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.kind = kind
+        if kind in ("embedding", "padded"):
+            self.items = nn.Embedding(rows, WIDTH, padding_idx=3 if kind == "padded" else None)
+        else:
+            self.items = nn.EmbeddingBag(rows, WIDTH, mode="mean" if kind == "mean" else "sum")
+        self.users = nn.Embedding(20, 2)
+        self.out = nn.Linear(WIDTH + 4 + 2, 2)
+
+    def forward(self, ids, x, users):
+        if self.kind in ("embedding", "padded"):
+            items = self.items(ids).mean(1)
+        elif self.kind == "weights":
+            items = self.items(ids, per_sample_weights=torch.cos(ids.float()))
+        else:
+            items = self.items(ids)
+        return self.out(torch.cat([items, torch.tanh(self.first(x)), self.users(users)], 1))
+
+
+def losses(outputs, y):
+    return F.cross_entropy(outputs, y, reduction="none")
+
+
+def engine(model, *, lazy=("items", "users"), decay=0.0, lr=0.3, seed=5, **options):
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay)
+    given = {"noise": GaussianNoise(seed), "max_grad_norm": 0.7, "noise_multiplier": 1.1}
+    given |= {"expected_batch_size": DIVISOR, "physical_batch_size": 4, "check_isolation": False}
+    given |= {"optimizer": optimizer} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return LazyEngine(model, losses, tables=lazy, **given) if lazy else Engine(model, losses, **given)
+
+
+def batch(chance, size=None, rows=ROWS):
+    size = int(torch.randint(0, 8, (), generator=chance)) if size is None else size
+    ids = torch.randint(0, rows, (size, 3), generator=chance)
+    users = torch.randint(0, 20, (size,), generator=chance)
+    return (ids, torch.randn(size, 3, generator=chance), users), torch.randint(0, 2, (size,), generator=chance)
+
+
+def train(one, steps=12, seed=1, lr=0.3):
+    chance = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        one.optimizer.param_groups[0]["lr"] = lr / (1 + step)
+        one.step(*batch(chance))
+    return one.model.state_dict()
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["embedding", "padded", "sum", "mean", "weights"])
+def test_rows_get_the_very_bits_of_dense_noise(kind, decay, kernels, request):
+    if kernels:
+        request.getfixturevalue("compiled")
+    dense = train(engine(Model(kind), lazy=(), decay=decay))
+    assert same(train(engine(Model(kind), decay=decay, exact_steps=12)), dense)
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 10), st.integers(0, 5))
+@settings(max_examples=12, deadline=None)
+def test_bits_are_dense_ones_wherever_a_run_is_flushed(steps, before, exact, seed):
+    """Flushes every so many steps, within which no row waits for longer than the exact ones."""
+    dense, lazy = engine(Model(), lazy=()), engine(Model(), exact_steps=exact)
+    chance = torch.Generator().manual_seed(seed)
+    for step in range(before + steps):
+        x, y = batch(chance)
+        dense.step(x, y)
+        lazy.step(x, y)
+        if step % exact == exact - 1:
+            lazy.flush()
+    assert same(lazy.model.state_dict(), dense.model.state_dict())
+
+
+def test_checks_by_experiment_run_and_change_nothing():
+    found = []
+    for options in ({"lazy": ()}, {"exact_steps": 12}):
+        found.append(train(engine(Model(), check_isolation=True, **options)))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.4])
+def test_many_skipped_steps_have_the_law_of_dense_noise(decay):
+    """Rows that no batch has read for 40 steps: normal, of the variance that the recurrence has, and independent."""
+    rows, steps = 4000, 40
+    model = Model(rows=rows)
+    with torch.no_grad():
+        model.items.weight.zero_()
+    one = engine(model, exact_steps=2, decay=decay)
+    variance, std = 0.0, 1.1 * 0.7 / DIVISOR
+    for step in range(steps):
+        lr = one.optimizer.param_groups[0]["lr"] = 0.3 / (1 + step % 5)
+        one.step(*batch(torch.Generator().manual_seed(step), size=2, rows=30))
+        variance = (1 - lr * decay) ** 2 * variance + (lr * std) ** 2
+    found = model.state_dict()["items.weight"][30:].double() / math.sqrt(variance)
+    count = found.numel()
+    assert stats.kstest(found.flatten().numpy(), "norm").pvalue > 1e-4
+    assert abs(float(found.var()) - 1) < 5 * (2 / count) ** 0.5
+    for a, b in ((found[1:], found[:-1]), (found[:, 1:], found[:, :-1])):
+        assert abs(float((a * b).mean())) < 5 / a.numel() ** 0.5
+
+
+def test_what_is_added_later_is_independent_of_what_was_added_before():
+    model = Model(rows=3000)
+    one, seen = engine(model, exact_steps=1), []
+    for _ in range(3):
+        before = model.state_dict()["items.weight"].clone()
+        for _ in range(6):
+            one.step(*batch(torch.Generator(), size=0))
+        seen.append((model.state_dict()["items.weight"] - before).flatten().double())
+    drawn = torch.stack(seen) / (0.3 * 1.1 * 0.7 / DIVISOR * math.sqrt(6))
+    assert stats.kstest(drawn.flatten().numpy(), "norm").pvalue > 1e-4
+    off = torch.corrcoef(drawn) - torch.eye(3)
+    assert float(off.abs().max()) < 5 / drawn.shape[1] ** 0.5
+
+
+def test_strong_weight_decay_over_many_steps_stays_finite_and_right():
+    model = Model(rows=500)
+    one = engine(model, exact_steps=1, decay=2.0, lr=0.3)
+    for _ in range(900):  # (1 - 0.6)^900 is no float64
+        one.step(*batch(torch.Generator(), size=0))
+    std = 0.3 * 1.1 * 0.7 / DIVISOR / math.sqrt(1 - 0.4**2)
+    weights = model.state_dict()["items.weight"].double() / std
+    assert abs(float(weights.var()) - 1) < 5 * (2 / weights.numel()) ** 0.5
+
+
+# ---- what can be seen
+
+
+def test_between_steps_a_table_shows_nothing():
+    one = engine(Model())
+    train_steps = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        one.step(*batch(train_steps))
+        for table in (one.model.items, one.model.users):
+            assert bool(table.weight.isnan().all()) and table.weight.grad is None
+    one.flush()
+    assert not bool(one.model.items.weight.isnan().any())
+    assert type(one.model.items) is nn.Embedding and one.model.items.weight.shape == (ROWS, WIDTH)
+
+
+def test_a_result_does_not_tell_which_rows_were_read():
+    one = engine(Model())
+    sums = one.step(*batch(torch.Generator(), size=3)).sums
+    assert set(sums) == {"first.weight", "first.bias", "out.weight", "out.bias"}
+
+
+def test_a_second_engine_waits_for_the_first_ones_flush():
+    one = engine(Model())
+    one.step(*batch(torch.Generator(), size=3))
+    with pytest.raises(UnsupportedError, match=r"another LazyEngine, whose flush\(\) comes first"):
+        engine(one.model)
+    one.flush()
+    other = engine(one.model, seed=6)
+    other.step(*batch(torch.Generator(), size=3))
+    assert bool(one.model.items.weight.isnan().all())
+    assert not bool(one.model.state_dict()["items.weight"].isnan().any())
+
+
+def test_a_call_of_the_model_reads_rows_with_all_their_noise():
+    one, dense = engine(Model(), exact_steps=12), engine(Model(), lazy=())
+    for each in (one, dense):
+        chance = torch.Generator().manual_seed(1)
+        for _ in range(5):
+            each.step(*batch(chance))
+    x, _ = batch(torch.Generator().manual_seed(9), size=5)
+    with torch.no_grad():
+        assert torch.equal(one.model(*x), dense.model(*x))
+        assert bool(one.model.items.weight.isnan().all())
+        with pytest.raises(IndexError):
+            one.model(x[0] + ROWS, *x[1:])
+        assert bool(one.model.items.weight.isnan().all())
+    assert same(one.model.state_dict(), dense.model.state_dict())
+
+
+def test_copies_and_pickles_of_a_model_whose_rows_wait_are_refused():
+    one = engine(Model())
+    one.step(*batch(torch.Generator(), size=3))
+    for act in (lambda: copy.deepcopy(one.model), lambda: pickle.dumps(one.model)):
+        with pytest.raises(PrivacyError, match=r"copied or pickled while rows .* call flush\(\)"):
+            act()
+    with pytest.raises(PrivacyError, match="not copied or pickled"):
+        copy.deepcopy(one)
+    one.flush()
+    for other in (copy.deepcopy(one.model), pickle.loads(pickle.dumps(one.model))):
+        assert same(other.state_dict(), one.model.state_dict())
+        other(*batch(torch.Generator(), size=3)[0])
+
+
+def test_a_state_that_is_loaded_replaces_the_table():
+    one, start = engine(Model()), Model().state_dict()
+    one.step(*batch(torch.Generator(), size=3))
+    one.model.load_state_dict(start)
+    assert same(one.model.state_dict(), start)
+    one.step(*batch(torch.Generator(), size=3))
+    assert bool(one.model.items.weight.isnan().all())
+
+
+def test_a_table_that_is_moved_while_rows_wait_stops_the_run():
+    one = engine(Model())
+    one.step(*batch(torch.Generator(), size=3))
+    one.model.items.weight.data = torch.zeros(ROWS, WIDTH)
+    with pytest.raises(PrivacyError, match=r"its values were replaced, while rows waited .* flush\(\)"):
+        one.step(*batch(torch.Generator(), size=3))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_draws_no_pending_noise():
+    one = engine(Model())
+    one.step(*batch(torch.Generator(), size=3))
+    end, start = os.pipe()
+    child = os.fork()
+    if not child:
+        said = b"nothing"
+        try:
+            one.flush()
+        except PrivacyError as error:
+            said = str(error)[:25].encode()
+        os.write(start, said)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(end, 25) == b"The process was forked wh"
+    one.flush()
+
+
+@pytest.mark.parametrize("exact", [2, 12])
+def test_a_resumed_run_equals_the_one_that_was_not_interrupted(exact):
+    whole, first = engine(Model(), exact_steps=exact), engine(Model(), exact_steps=exact)
+    chance = [torch.Generator().manual_seed(3) for _ in range(2)]
+    for _ in range(6):
+        whole.step(*batch(chance[0]))
+        first.step(*batch(chance[1]))
+    whole.model.state_dict()  # a run that saves goes on as one that is resumed
+    model, noise = Model(), GaussianNoise()
+    model.load_state_dict(first.model.state_dict())
+    noise.load_state_dict(first.noise.state_dict())
+    resumed = engine(model, exact_steps=exact, noise=noise)
+    resumed.steps = first.steps
+    for _ in range(6):
+        whole.step(*batch(chance[0]))
+        resumed.step(*batch(chance[1]))
+    assert resumed.steps == 12 and same(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_a_failed_step_leaves_the_run_as_it_was():
+    one, other = engine(Model(), exact_steps=12), engine(Model(), exact_steps=12)
+    chance = torch.Generator().manual_seed(1)
+    for step in range(6):
+        x, y = batch(chance, size=4)
+        if step == 3:
+            with pytest.raises((IndexError, RuntimeError)):
+                one.step(x, y + 9)
+            assert type(one.model.items) is nn.Embedding and one.steps == 3
+        one.step(x, y)
+        other.step(x, y)
+    assert same(one.model.state_dict(), other.model.state_dict())
+
+
+# ---- what it costs
+
+
+@pytest.mark.parametrize("rows", [1000, 100_000])
+def test_a_step_draws_noise_for_the_rows_that_it_reads_and_for_no_others(monkeypatch, rows):
+    drawn = []
+    monkeypatch.setattr(
+        tables_room, "add_noise", lambda target, *a, f=tables_room.add_noise: drawn.append(len(target)) or f(target, *a)
+    )
+    one = engine(Model(rows=rows), lazy={"items": lambda x: x[0]}, exact_steps=2)
+    for step in range(6):
+        drawn.clear()
+        one.step(*batch(torch.Generator().manual_seed(step), size=5, rows=rows))
+        assert 15 <= sum(drawn) <= 15 * 4
+    assert one._tables["items"]._done.element_size() == 4 and len(one._tables["items"]._done) == rows
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optimizer": torch.optim.Adam}, "is a Adam.*linear in the gradient"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}, "SGD without momentum"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=1.0)}, "below 1"),
+        ({"optimizer": lambda p: torch.optim.SGD(list(p)[:2], lr=1.0)}, "not among the optimizer's parameters"),
+        ({"noise": SecureNoise()}, "numbers have no addresses"),
+        ({"compile": True}, "compile=False"),
+        ({"lazy": ["first"]}, "which is a Linear"),
+        ({"lazy": ["nothing"]}, "which is a NoneType"),
+    ],
+)
+def test_what_cannot_be_drawn_later_is_refused(change, said):
+    model = Model()
+    if "optimizer" in change:
+        change = {"optimizer": change["optimizer"](model.parameters())}
+    with pytest.raises(UnsupportedError, match=said):
+        engine(model, **change)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: setattr(m, "items", nn.Embedding(9, 4, max_norm=1.0)), "max_norm"),
+        (lambda m: setattr(m, "items", nn.EmbeddingBag(9, 4, mode="max")), "max"),
+        (lambda m: m.items.double(), "must be float32"),
+        (lambda m: m.items.requires_grad_(False), "not trained"),
+        (lambda m: m.items.register_forward_hook(print), "has hooks"),
+        (lambda m: setattr(m, "head", m.items), "tied head"),
+    ],
+)
+def test_tables_that_cannot_be_lazy_are_refused(spoil, said):
+    model = Model()
+    spoil(model)
+    with pytest.raises(UnsupportedError, match=f"The table items cannot be lazy: .*{said}"):
+        engine(model)
+
+
+def test_version_1_of_the_stream_is_refused():
+    noise = GaussianNoise()
+    noise.load_state_dict({"seed": "5", "rank": "0"})
+    with pytest.raises(UnsupportedError, match="version 1"):
+        engine(Model(), noise=noise)
+
+
+def test_rows_that_are_not_in_the_batch_are_asked_for():
+    class Hashed(Model):
+        def forward(self, ids, x, users):
+            return super().forward((ids * 7 + 1) % ROWS, x, users)
+
+    x, y = batch(torch.Generator(), size=4)
+    one = engine(Hashed())
+    with pytest.raises(UnsupportedError, match="reads a row whose number is not among the integers of the batch"):
+        one.step(x, y)
+    engine(Hashed(), lazy={"items": lambda x: (x[0] * 7 + 1) % ROWS, "users": None}).step(x, y)
+
+
+def test_a_step_needs_a_public_divisor():
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        engine(Model(), expected_batch_size=None)
+    with pytest.raises(ValueError, match="exact_steps is 0"):
+        engine(Model(), exact_steps=0)
+
+
+def test_the_pages_snippet_runs(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "dpcore-engine.md"
+    section = page.read_text(encoding="utf-8").split("## Huge embedding tables")[1]
+    path = tmp_path / "weights.pt"
+    exec(section.split("```python\n")[1].split("```")[0], {"path": path})
+    assert not bool(torch.load(path, weights_only=True)["items.weight"].isnan().any())
