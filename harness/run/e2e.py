@@ -7,7 +7,7 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -160,14 +160,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         return energy.idle(energy.counters(self.options.device)) if self.options.time else energy.Idle()
 
     def description(self) -> dict[str, Any]:
-        return {
-            **self.backend.describe(),
-            "options": asdict(self.options),
-            "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
-            "tasks": {name: definition_hash(known_task(name)) for name in sorted({job.cell.task for job in self.jobs})},
-            "harness": admission.sources_hash(admission.GATE_SOURCES),
-            "place": self.place(),
-        }
+        return {**self.backend.describe(), **depends_on(self.options, self.hashes), "place": self.place()}
 
     def prepare(self, log: Log) -> None:
         """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
@@ -340,6 +333,21 @@ class Run(Session[Options, Contestant, Job, Request]):
             seeds=self._seeds(job),
             energy=energy.energy_of(result, self.idle),
         )
+
+
+def depends_on(options: Options, hashes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Return what a run depends on wherever it is made.
+
+    Args:
+        options: Its options.
+        hashes: By contestant: of its code, and of its environment.
+    """
+    return {
+        "options": asdict(options),
+        "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in hashes.items()},
+        "tasks": {name: definition_hash(known_task(name)) for name in sorted(options.tasks)},
+        "harness": admission.sources_hash(admission.GATE_SOURCES),
+    }
 
 
 def _accuracy(backend: Backend, request: Request, result: Result, name: str, log: Log) -> Accuracy | None:
