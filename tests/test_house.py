@@ -41,13 +41,15 @@ class Size:
 # harness by 173. dpcore was lowered when its three longest classes were cut and what compares it with Opacus became a
 # proof. The room of Opacus' names is counted apart; it grew by 33 for sentences about what cannot be run.
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
-# Harness by 32 and tests by 44 for keys that know the kind of machine, and blocks whose order is their own.
+# Harness by 32 and tests by 44 for keys that know the kind of machine, and blocks whose order is their own. Then
+# harness by 1,152 and tests by 710 for grids: units, what their files say, launchers and their verbs; a real Slurm and
+# a real Ray whose nodes are killed.
 LIMITS = {
-    "harness": Size(lines=36_932, long_classes=0, long_files=5),
+    "harness": Size(lines=38_084, long_classes=0, long_files=5),
     "dpcore": Size(lines=28_125, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=51_822, long_classes=0, long_files=16),
+    "tests": Size(lines=52_532, long_classes=0, long_files=16),
 }
 
 
