@@ -43,13 +43,14 @@ class Size:
 # Tests by 62 for the primer and the page on settings, whose snippets run and whose numbers are computed anew.
 # Harness by 32 and tests by 44 for keys that know the kind of machine, and blocks whose order is their own. Then
 # harness by 1,152 and tests by 710 for grids: units, what their files say, launchers and their verbs; a real Slurm and
-# a real Ray whose nodes are killed.
+# a real Ray whose nodes are killed. Then harness by 381 and tests by 322 for packs that others check: what is computed
+# anew, and thirty-two ways to tamper.
 LIMITS = {
-    "harness": Size(lines=38_084, long_classes=0, long_files=5),
+    "harness": Size(lines=38_465, long_classes=0, long_files=5),
     "dpcore": Size(lines=28_125, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=52_532, long_classes=0, long_files=16),
+    "tests": Size(lines=52_854, long_classes=0, long_files=16),
 }
 
 

@@ -27,7 +27,7 @@ DISTRIBUTION = "dpsgd-bench"
 
 ORDER = (
     *("run", "grid", "report", "compare", "bisect", "explain", "gate", "list", "data", "env", "image", "history"),
-    *("dashboard", "new-framework", "doctor", "pack", "findings", "ci"),
+    *("dashboard", "new-framework", "doctor", "pack", "verify", "findings", "ci"),
 )
 """The verbs of the help in their order: what most people want comes first."""
 
@@ -175,6 +175,7 @@ def _mount() -> None:
     from harness.cli.run_frontier import frontier
     from harness.cli.run_gpu import gpu
     from harness.cli.run_layers import layers
+    from harness.cli.verify import verify
 
     run_app.command(short_help="Measure training: seconds per epoch, peak memory.")(e2e)
     run_app.command(short_help="Measure single layers: time and memory.")(layers)
@@ -189,6 +190,7 @@ def _mount() -> None:
     app.command(short_help="Make the site over the history.")(dashboard)
     app.command(short_help="Make tables and figures from records.")(report)
     app.command(short_help="Write README's and the findings' tables anew.")(findings)
+    app.command(short_help="Check a pack: every figure, and the gate.")(verify)
     app.command(short_help="Compare two contestants, or two states of the code.")(compare)
     app.command(short_help="Name the commit that made a cell worse.")(bisect)
     app.command(short_help="Go from a number back to its processes.")(explain)

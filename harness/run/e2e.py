@@ -282,11 +282,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         return self.protocol.noise_multiplier if self.options.sigma is None else self.options.sigma
 
     def _seeds(self, job: Job) -> Seeds:
-        """Return the seed: the same for all contestants of a block; every round has its own."""
-        base = self.options.seed * 1000 + job.round
-        # What a worker knows from the start tells it nothing of the batches, which it gets when everything is built.
-        drawn = hashlib.sha256(f"{self.folder.id} {base}".encode()).digest()
-        return Seeds(initial=base, batches=int.from_bytes(drawn[:4]) >> 1, noise=base + 1)
+        return seeds_of(self.folder.id, self.options.seed, job.round)
 
     def _scratch(self, job: Job, what: str) -> Path:
         return self.folder.scratch / f"{job.cell.task}.{job.contestant.name}.b{job.cell.batch_size}.{what}.npz"
@@ -333,6 +329,20 @@ class Run(Session[Options, Contestant, Job, Request]):
             seeds=self._seeds(job),
             energy=energy.energy_of(result, self.idle),
         )
+
+
+def seeds_of(run: str, seed: int, number: int) -> Seeds:
+    """Return the seeds of a round: the same for all contestants of a block.
+
+    Args:
+        run: Id of the run folder.
+        seed: The run's option.
+        number: The round.
+    """
+    base = seed * 1000 + number
+    # What a worker knows from the start tells it nothing of the batches, which it gets when everything is built.
+    drawn = hashlib.sha256(f"{run} {base}".encode()).digest()
+    return Seeds(initial=base, batches=int.from_bytes(drawn[:4]) >> 1, noise=base + 1)
 
 
 def depends_on(options: Options, hashes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
