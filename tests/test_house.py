@@ -46,7 +46,7 @@ class Size:
 # a real Ray whose nodes are killed. Then harness by 381 and tests by 322 for packs that others check: what is computed
 # anew, and thirty-two ways to tamper.
 LIMITS = {
-    "harness": Size(lines=38_465, long_classes=0, long_files=5),
+    "harness": Size(lines=38_461, long_classes=0, long_files=5),
     "dpcore": Size(lines=28_125, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),

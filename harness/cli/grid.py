@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,12 +87,16 @@ def run(
     from harness.grid.drive import drive
     from harness.grid.folder import GridFolder
     from harness.grid.table import Told
+    from harness.run.progress import INTERRUPTED
 
     grid = GridFolder(folder.absolute())
     told = Told(grid, Console(highlight=False, stderr=as_json), as_json)
     engine = _launcher(grid, launcher, _settings(settings or []))
     try:
         state = drive(grid, engine, told)
+    except KeyboardInterrupt:
+        print("Stopped. What is done is kept; the same command goes on from there.", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         told.close()
     missing = [unit.name for unit in grid.plan.units if unit.name not in state.done]

@@ -31,7 +31,7 @@ class Launcher(Protocol):
 
     def running(self) -> int | None:
         """Return how many units are measured now; None where the files say it."""
-        ...
+        return None
 
     def close(self) -> None:
         """Leave the engine."""

@@ -11,7 +11,6 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +64,7 @@ class GridFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.attempts, self.units, self.twins = path / "attempts", path / "units", path / "twins"
+        self.ends: dict[str, End] = {}
 
     @cached_property
     def plan(self) -> Plan:
@@ -85,8 +85,10 @@ class GridFolder:
         cache.write_atomically(path, made.to_json().encode())
 
     def end_of(self, unit: Unit) -> End | None:
-        """Return how a unit that is done ended; None for one that is not."""
-        return read_end(self.units / unit.name)
+        """Return how a unit that is done ended, which never changes; None for one that is not."""
+        if unit.name not in self.ends and (end := read_end(self.units / unit.name)) is not None:
+            self.ends[unit.name] = end
+        return self.ends.get(unit.name)
 
     def settle(self, attempt: Path) -> None:
         """Move a complete attempt to its place; where another one is there already, aside. A failed one stays."""
@@ -196,13 +198,6 @@ def not_as_planned(folder: Path, unit: Unit) -> str | None:
 
 def digest(folder: Path) -> str:
     """Return a hash of a run folder's records; empty where it has none."""
-    return _hash((path.name, path.read_bytes()) for path in sorted((folder / "records").glob("*.json")))
-
-
-def _hash(files: Iterator[tuple[str, bytes]]) -> str:
-    total = hashlib.sha256()
-    count = 0
-    for name, content in files:
-        total.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
-        count += 1
-    return total.hexdigest() if count else ""
+    paths = sorted((folder / "records").glob("*.json"))
+    lines = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths]
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if paths else ""

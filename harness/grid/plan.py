@@ -57,9 +57,8 @@ class Plan:
         Raises:
             BadInput: there is none.
         """
-        numbered = {str(number): unit for number, unit in enumerate(self.units)}
-        for unit in self.units:
-            if name == unit.name or numbered.get(name) == unit:
+        for number, unit in enumerate(self.units):
+            if name in (unit.name, str(number)):
                 return unit
         last = len(self.units) - 1
         raise BadInput(f"There is no unit {name!r} in this grid; give a number from 0 to {last}, or a name it lists.")

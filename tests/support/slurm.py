@@ -97,9 +97,6 @@ class Cluster:
         (command,) = re.findall(r"slurmd-wlm .*?(?=; done)", lines("start"))
         self._run(f"set -eu; node={node}; {command}")
 
-    def is_up(self, node: str) -> bool:
-        return bool(self.daemon(node))
-
     def daemon(self, node: str) -> list[int]:
         path = self.root / f"slurmd.{node}.pid"
         return [int(path.read_text())] if path.exists() and psutil.pid_exists(int(path.read_text())) else []

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from harness.environments.executor import dying_with_parent
+from harness.grid.drive import Launcher
 from harness.grid.folder import GridFolder
 from harness.grid.plan import Unit
 
 
-class Local:
+class Local(Launcher):
     """Runs units one at a time, so that nothing of the grid is beside a clock."""
 
     poll_seconds = 0.5
@@ -37,9 +38,6 @@ class Local:
             )
             self.current = unit, process
         return {unit.name for unit in self.waiting} | ({self.current[0].name} if self.current else set())
-
-    def running(self) -> None:
-        """Return None: the files say it."""
 
     def close(self) -> None:
         """End the unit that is under way."""

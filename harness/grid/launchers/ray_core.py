@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.errors import BadInput
 from harness.grid import plan as plans
+from harness.grid.drive import Launcher
 from harness.grid.folder import GridFolder
 from harness.grid.plan import Unit
 
@@ -31,7 +32,7 @@ def on_node(text: str, name: str) -> bytes:
         return packed(perform(plan, plan.find(name), Path(folder)))
 
 
-class RayCore:
+class RayCore(Launcher):
     """Tasks of one grid in a cluster of Ray.
 
     Args:

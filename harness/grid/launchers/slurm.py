@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import BadInput
+from harness.grid.drive import Launcher
 from harness.grid.folder import GridFolder
 from harness.grid.plan import Unit
 from harness.store import cache
@@ -39,7 +40,7 @@ class OnNode:
         return submitit.helpers.DelayedSubmission(self)
 
 
-class Slurm:
+class Slurm(Launcher):
     """Jobs of one grid. Their numbers are kept in its folder, so that another ``grid run`` knows what waits already.
 
     Args:
@@ -112,9 +113,6 @@ class Slurm:
         if stuck:
             subprocess.run(["scancel", *stuck], capture_output=True)
         return {name for job, name in self.jobs.items() if job in queued and job not in stuck}
-
-    def running(self) -> None:
-        """Return None: the files say it."""
 
     def close(self) -> None:
         """Leave the jobs to Slurm, which goes on without this process."""

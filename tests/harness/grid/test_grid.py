@@ -165,13 +165,15 @@ def test_thirty_units_one_by_one(cache: Path, tmp_path: Path) -> None:
     survive(Grid(tmp_path / "grid", cache), 30, "local")
 
 
-def test_a_grid_that_was_stopped_goes_on(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_a_grid_that_was_stopped_goes_on(cache: Path, tmp_path: Path, how: signal.Signals, code: int) -> None:
     grid = Grid(tmp_path / "grid", cache)
     grid.plan((300, 301), "sleeper", "--no-memory")
     runner = grid.start("run")
     grid.wait_until_done(1)
-    runner.send_signal(signal.SIGKILL)
-    runner.wait()
+    runner.send_signal(how)
+    said, _ = runner.communicate(timeout=60)
+    assert runner.returncode == code and "Traceback" not in said, said
     family = [p for p in psutil.process_iter(["cmdline"]) if str(grid.path) in " ".join(p.info["cmdline"] or [])]
     assert all(p.status() == psutil.STATUS_ZOMBIE or not p.is_running() for p in family), "nothing outlives its driver"
     assert grid.ask("run").returncode == 0 and len(grid.units()) == 2

@@ -50,7 +50,7 @@ def kills(cluster: Cluster) -> object:
 def test_units_go_on_elsewhere_when_a_node_dies(cluster: Cluster, cache: Path, tmp_path: Path, count: int) -> None:
     grid = Grid(tmp_path / "grid", cache, cluster.environment)
     for node in NODES:
-        if not cluster.is_up(node):
+        if not cluster.daemon(node):
             cluster.start(node)
     survive(grid, count, "slurm", *OURS, kill=kills(cluster))
     assert set(grid.nodes()) == set(NODES)
