@@ -50,7 +50,7 @@ LIMITS = {
     "dpcore": Size(lines=28_125, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_127, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_955, long_classes=0, long_files=0),
-    "tests": Size(lines=52_854, long_classes=0, long_files=16),
+    "tests": Size(lines=52_855, long_classes=0, long_files=16),
 }
 
 

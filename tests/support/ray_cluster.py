@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for node in list(self.nodes):
             self.kill(node)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, node: str, *more: str) -> None:
         """Start a node, or start it again."""
