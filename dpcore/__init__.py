@@ -7,8 +7,11 @@ from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpcore.loading.padding import padded
+from dpcore.loading.units import users, views
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
+from dpcore.privacy_report import report
 
 __version__ = "0.1.0"
 
@@ -24,4 +27,8 @@ __all__ = [
     "PrivacyError",
     "UnsupportedError",
     "clipped_sum",
+    "padded",
+    "report",
+    "users",
+    "views",
 ]

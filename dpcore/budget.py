@@ -22,24 +22,30 @@ class Budget:
     """A bound of epsilon at delta. ``fits``: (noise multiplier, sample rate, steps) that are known to fit, together.
 
     Frozen, because what fits one epsilon says nothing about another: :meth:`PrivacyEngine.set_budget`. ``ahead``: so
-    many steps more than are asked about may be tried, so that epsilon need not be computed at every step.
+    many steps more than are asked about may be tried, so that epsilon need not be computed at every step. ``failing``:
+    the chance of a failure with which they fit, too.
     """
 
     epsilon: float
     delta: float
     fits: History = field(default_factory=list)
     ahead: int = 64
+    failing: float = 0.0
 
     @classmethod
-    def checked(cls, epsilon: float, delta: float | None, fits: Sequence[tuple[float, float, int]]) -> Budget:
+    def checked(
+        cls, epsilon: float, delta: float | None, fits: Sequence[tuple[float, float, int]], failing: float = 0.0
+    ) -> Budget:
         """Return the budget; ValueError unless epsilon > 0 and 0 < delta < 1."""
         need = f"the budget is epsilon {epsilon} at delta {delta}; need epsilon > 0 and 0 < delta < 1"
         check_number("epsilon", epsilon, lambda e: e > 0.0, need)
         check_number("delta", delta, lambda d: 0.0 < d < 1.0, need)
         assert delta is not None
-        return cls(epsilon, delta, list(fits))
+        return cls(epsilon, delta, list(fits), failing=failing)
 
-    def after(self, accountant: IAccountant, noise: float, rate: float, steps: int) -> tuple[float | None, Budget]:
+    def after(
+        self, accountant: IAccountant, noise: float, rate: float, steps: int, failure: float = 0.0
+    ) -> tuple[float | None, Budget]:
         """Say whether more steps fit behind those of ``accountant``.
 
         Args:
@@ -47,26 +53,24 @@ class Budget:
             noise: The noise multiplier of the steps to come.
             rate: Their sample rate.
             steps: How many they are.
+            failure: The chance that one of them fails.
 
         Returns:
             Epsilon after them where it exceeds the budget, None where it does not; and the budget, which may know more
                 that fits.
         """
         after = copy.deepcopy(accountant)
-        count(after, noise, rate, steps)
-        if after.failure_probability:
-            spent = after.get_epsilon(self.delta)
-            return (spent if spent > self.epsilon else None), self
-        if self.covers(after.history):
+        _count(after, noise, rate, steps, failure)
+        if after.failure_probability <= self.failing and self.covers(after.history):
             return None, self
         ahead = self.ahead
         while True:
             more = copy.deepcopy(after)
             if ahead:
-                count(more, noise, rate, ahead)
-            spent = more.get_epsilon(self.delta)
+                _count(more, noise, rate, ahead, failure)
+            spent, failing = more.get_epsilon(self.delta), more.failure_probability
             if spent <= self.epsilon:
-                return None, replace(self, fits=list(more.history), ahead=2 * ahead)
+                return None, replace(self, fits=list(more.history), ahead=2 * ahead, failing=failing)
             if not ahead:
                 return spent, replace(self, ahead=0)
             ahead //= 2
@@ -82,7 +86,7 @@ class Budget:
     def covers(self, history: History) -> bool:
         """Return whether a history is no more than what is known to fit.
 
-        Each of its steps has a place there, of as little noise and as many examples. (None of those may fail.)
+        Each of its steps has a place there, of as little noise and as many examples.
         """
         left = [steps for _, _, steps in self.fits]
         for noise, rate, wanted in history:
@@ -93,3 +97,9 @@ class Budget:
             if wanted:
                 return False
         return True
+
+
+def _count(accountant: IAccountant, noise: float, rate: float, steps: int, failure: float) -> None:
+    count(accountant, noise, rate, steps)
+    if failure:
+        accountant.add_failure_probability(min(1.0, steps * failure))

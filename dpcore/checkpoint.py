@@ -90,6 +90,10 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
 
 
+EARLIER = {"unit": "one example", "max_batch_size": None}
+"""Settings of runs whose files do not tell them."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The content of a file; None or empty where it was saved without that part.
@@ -220,8 +224,8 @@ class Checkpoint:
     def load(cls, path: Any, ranks: Ranks | None, options: Json) -> Checkpoint:
         """Return what :meth:`save` wrote; with a warning where this rank's random state is missing."""
         if ranks is not None and ranks.rank > 0 and ranks.sharded:
-            return cls.from_entries(torch.load(_beside(path, ranks), **options))
-        entries = torch.load(path, **options)
+            return cls.from_entries(_read(_beside(path, ranks), options))
+        entries = _read(path, options)
         if ranks is not None and ranks.rank > 0:
             entries = _with_random_state_of(ranks, path, entries)
         return cls.from_entries(entries)
@@ -242,8 +246,8 @@ class Checkpoint:
             )
         if self.optimizer is not None:
             optimizer.check_state(self.optimizer)
-        for name, value in self.settings.items():
-            if (mine := optimizer.run.setting.get(name)) != value:
+        for name, value in ({**EARLIER, **self.settings} if self.settings else {}).items():
+            if (mine := optimizer.run.setting.get(name, EARLIER.get(name))) != value:
                 raise PrivacyError(
                     f"The checkpoint was saved with {name}={value}, this run has {mine}; the "
                     "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
@@ -334,12 +338,26 @@ def named_schedulers(noise: Any, grad_clip: Any) -> dict[str, Any]:
     return {name: scheduler for name, scheduler in both.items() if scheduler is not None}
 
 
+def _read(path: Any, options: Json) -> Any:
+    """Return what the file holds; ValueError where it is none that torch can read."""
+    try:
+        return torch.load(path, **options)
+    except OSError:
+        raise
+    except Exception as error:  # of five classes, by where the file breaks off
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}). It must be a whole file that "
+            "PrivacyEngine.save_checkpoint wrote; one that holds objects of classes of your own, and that you trust, "
+            "needs torch_load_kwargs={'weights_only': False}."
+        ) from error
+
+
 def _with_random_state_of(ranks: Ranks, path: Any, entries: Json) -> Json:
     """Rank 0's entries with the random state of this rank in place of its own."""
     shared = {name: value for name, value in entries.items() if name not in ("torch_rng", "cuda_rng")}
     steps = entries.get("privacy_state", {}).get("steps")
     if isinstance(path, (str, os.PathLike)) and os.path.exists(_beside(path, ranks)):
-        own = torch.load(_beside(path, ranks), weights_only=True)
+        own = _read(_beside(path, ranks), {"weights_only": True})
         if own.pop("steps") == steps:
             return shared | own
     warnings.warn(

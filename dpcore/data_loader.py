@@ -22,6 +22,7 @@ from dpcore.loading.uniform_sampler import (
     drawn_seed,
     steps_per_epoch,
 )
+from dpcore.loading.units import rows_per_unit
 from dpcore.tree import has_tensor, opened
 
 RAND_ON_EMPTY = (
@@ -89,8 +90,9 @@ class _Collate:
     def __call__(self, examples: list[Any]) -> Any:
         if examples:
             return self.collate(examples)
-        first = self.dataset[0]
-        return emptied(self.collate([first]), self.collate([first, first]))
+        data: Any = self.dataset
+        first = [data[0]] if rows_per_unit(data) is None else data.__getitems__([0])
+        return emptied(self.collate(first), self.collate([*first, *first]))
 
 
 class DPDataLoader(CountingDataLoader):
@@ -108,10 +110,13 @@ class DPDataLoader(CountingDataLoader):
         distributed: Whether every rank of the process group draws its own part of each batch; ``sample_rate`` is then
             an example's chance to be in the union.
         generator: Draws the seed, in place of ``seed``.
+        max_batch_size: The most examples of a batch (truncated Poisson sampling); of a longer one so many are kept, at
+            random. The accountant must know of it, as it does from make_private: see docs/privacy.md.
         **options: Further arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
         ValueError: the data set has no length, or a number is out of its range.
+        UnsupportedError: there is a longest batch for several ranks, each of which knows its own part alone.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class DPDataLoader(CountingDataLoader):
         steps: int | None = None,
         distributed: bool = False,
         generator: torch.Generator | None = None,
+        max_batch_size: int | None = None,
         **options: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -134,6 +140,11 @@ class DPDataLoader(CountingDataLoader):
             )
         if generator is not None:
             seed = drawn_seed(generator)
+        if distributed and max_batch_size is not None:
+            raise UnsupportedError(
+                "max_batch_size is for one process: several ranks draw parts of a batch, and none knows how long it "
+                "is. Leave it out; max_physical_batch_size bounds what a rank has in work at once."
+            )
         self._rounds = 0
         self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
@@ -143,7 +154,7 @@ class DPDataLoader(CountingDataLoader):
         sampler = (
             DistributedUniformWithReplacementSampler(total_size=size, **drawn)
             if distributed
-            else UniformWithReplacementSampler(num_samples=size, **drawn)
+            else UniformWithReplacementSampler(num_samples=size, max_batch_size=max_batch_size, **drawn)
         )
         super().__init__(
             dataset,
@@ -166,6 +177,7 @@ class DPDataLoader(CountingDataLoader):
         distributed: bool = False,
         generator: torch.Generator | None = None,
         rand_on_empty: bool = False,
+        max_batch_size: int | None = None,
     ) -> DPDataLoader:
         """Return the Poisson counterpart of an ordinary loader.
 
@@ -179,6 +191,7 @@ class DPDataLoader(CountingDataLoader):
             generator: Draws the seed, in place of ``seed``; None: that of ``loader``, where it has one and neither
                 ``seed`` nor ``secure`` says otherwise.
             rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one.
+            max_batch_size: The most examples of a batch; a loader whose batches are drawn already keeps its own.
 
         Raises:
             UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
@@ -187,6 +200,11 @@ class DPDataLoader(CountingDataLoader):
         if rand_on_empty:
             warn_caller(RAND_ON_EMPTY)
         drawn = loader.batch_sampler
+        if max_batch_size not in (None, own := getattr(drawn, "max_batch_size", max_batch_size)):
+            raise ValueError(
+                f"max_batch_size is {max_batch_size}, and the loader draws its batches already, with "
+                f"max_batch_size={own}; give it to one of them only, the loader."
+            )
         if not isinstance(loader, DPDataLoader) and type(drawn) is UniformWithReplacementSampler:
             return cls._drawn_by(loader, drawn, sample_rate, distributed, secure)
         if isinstance(loader, DPDataLoader):
@@ -222,6 +240,7 @@ class DPDataLoader(CountingDataLoader):
             secure=secure,
             distributed=distributed,
             generator=generator,
+            max_batch_size=max_batch_size,
             **worker_options(loader),
         )
 
@@ -330,12 +349,18 @@ class DPDataLoader(CountingDataLoader):
 
     @property
     def among(self) -> dict[str, str]:
-        """Among how many examples a batch is drawn, and by how many ranks, each its share (0: by one process, whole).
+        """Among how many examples a batch is drawn, by how many ranks, and how many it has at most.
 
-        With seed, rate and number of the draw this decides a batch.
+        (0 ranks: by one process, whole; at most 0: any number.) With seed, rate and number of the draw this decides a
+        batch.
         """
         sampler = self.sampler_state
-        return {"examples": str(sampler.num_samples), "ranks": str(getattr(sampler, "num_replicas", 0))}
+        most = str(sampler.max_batch_size or 0)
+        return {
+            "examples": str(sampler.num_samples),
+            "ranks": str(getattr(sampler, "num_replicas", 0)),
+            "at most": most,
+        }
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:

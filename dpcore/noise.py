@@ -25,7 +25,7 @@ from torch import Tensor
 from dpcore import gpu, native
 from dpcore.errors import PrivacyError
 from dpcore.gpu.normals import NAME_BYTES
-from dpcore.secret_seeds import derived_seed, draw_seed
+from dpcore.secret_seeds import check_seed, derived_seed, draw_seed
 
 _TWISTER_WORDS = 624
 _FEWEST = 16
@@ -54,7 +54,7 @@ class GaussianNoise:
         if seed is None:
             draw_seed(self)
         else:
-            self.seed = int(seed)
+            self.seed = check_seed(seed)
         self.is_chosen = seed is not None
         """Whether the seed is one of the user's, whose noise is to be repeated and protects nothing."""
         self.rank = int(rank)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import secrets
+from collections.abc import Iterator
 from typing import Any, Unpack
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dpcore import native
-from dpcore.accountants import IAccountant, create_accountant, get_noise_multiplier
+from dpcore.accountants import IAccountant, create_accountant
 from dpcore.budget import Budget, BudgetError
 from dpcore.checkpoint import Checkpoint, named_schedulers, without_seeds
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import warn_caller
-from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.opacus_names.engine import ExtensionPoints
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
-from dpcore.private_setup import (
-    PrivateSettings,
-    Setup,
-    check_length,
-    check_unprepared,
-    completed,
-    run_seed,
-    spelled_out,
-)
+from dpcore.private_inputs import check_length, check_unprepared, steps_that_fit
+from dpcore.private_setup import PrivateSettings, Setup, completed, run_seed, spelled_out
+from dpcore.progress import progress
+from dpcore.secret_seeds import check_seed
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -46,10 +40,10 @@ class PrivacyEngine(ExtensionPoints):
         secure_mode: Noise and batches come from the operating system's cryptographic generator, and noise is hardened
             against attacks on floating point. Slower, and nothing can be repeated.
         seed: Makes noise and batches reproducible. Without it they are secret, as they must be for a release; a
-            loader's ``generator`` then seeds the batches.
+            loader's ``generator`` then seeds the batches. A copy of the engine has none.
 
     Raises:
-        ValueError: there is no such accountant, or ``secure_mode`` was given a seed.
+        ValueError: there is no such accountant, a seed is below 0 or no whole number, or ``secure_mode`` was given one.
     """
 
     # The accountant, in whose place another one may come that knows of all steps; the budget, None where there is none.
@@ -61,8 +55,12 @@ class PrivacyEngine(ExtensionPoints):
             raise ValueError("secure_mode draws from the operating system and takes no seed; pass one of the two.")
         self._spending = Spending(create_accountant(accountant))
         self.secure_mode = secure_mode
-        self.seed = seed
+        self.seed = None if seed is None else check_seed(seed)
         self._made = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy a secret seed: with the first one's it would make the same batches and the same noise."""
+        vars(self).update(state, seed=None)
 
     @spelled_out
     def make_private(self, *, noise_multiplier: float, **options: Unpack[PrivateSettings]) -> Any:
@@ -149,23 +147,15 @@ class PrivacyEngine(ExtensionPoints):
             settings["sample_rate"] = loader.sample_rate
         check_length(loader, settings["sample_rate"])
         rate = 1 / len(loader) if settings["sample_rate"] is None else settings["sample_rate"]
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=rate,
-            epochs=epochs,
-            accountant=self.accountant.mechanism(),
-        )
-        private = self.make_private(noise_multiplier=noise_multiplier, **settings)
-        # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
-        planned = noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12))
+        mechanism = self.accountant.mechanism()
+        # Calibration finds that these steps fit; only beyond them need epsilon be computed at every step.
+        planned, failing = steps_that_fit(settings, rate, target_epsilon, target_delta, epochs, mechanism)
+        private = self.make_private(noise_multiplier=planned[0], **settings)
         if enforce_budget:
-            self._spending.set_budget(target_epsilon, target_delta, [planned])
+            self._spending.set_budget(target_epsilon, target_delta, [planned], failing)
         else:
             self._spending.check_delta(target_delta)
         return private
-
-    # ---- the budget
 
     def set_budget(self, epsilon: float | None, delta: float | None = None) -> None:
         """Refuse from now on every step that would exceed a budget; nothing of such a step is released.
@@ -187,8 +177,6 @@ class PrivacyEngine(ExtensionPoints):
         """
         return self._spending.within_budget(optimizer)
 
-    # ---- what was spent, and checkpoints
-
     def get_epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon that was spent so far.
 
@@ -204,6 +192,18 @@ class PrivacyEngine(ExtensionPoints):
             TypeError: it was not given.
         """
         return self._spending.get_epsilon(delta)
+
+    def progress(self, loader: Any, delta: float | None = None) -> Iterator[Any]:
+        """Yield the batches of ``loader`` behind a bar of tqdm, which tells epsilon every five seconds and at the end.
+
+        Args:
+            loader: The private loader.
+            delta: The δ at which epsilon is read; the budget's, or else a power of ten below 1 / (number of examples).
+
+        Raises:
+            UnsupportedError: the package tqdm is not installed.
+        """
+        return progress(self._spending, loader, delta)
 
     def __repr__(self) -> str:
         parts = self._spending.parts() + ["secure_mode=True"] * self.secure_mode
@@ -301,23 +301,11 @@ class PrivacyEngine(ExtensionPoints):
         if optimizer is not None:
             checkpoint.restore_optimizer(optimizer, data_loader)
         else:
-            self._draw_anew(checkpoint)
+            _draw_anew(self, checkpoint)
         checkpoint.random.restore()
         checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
         checkpoint.restore_batches(data_loader, optimizer)
         return without_seeds(checkpoint.entries())
-
-    def _draw_anew(self, checkpoint: Checkpoint) -> None:
-        """Go on with other noise and batches than those of a checkpoint that was loaded without its optimizer."""
-        anew = checkpoint.draw_anew(self._spending.optimizers())
-        if self.seed is not None and checkpoint.noise_seed == str(run_seed(self.seed, self._made)):
-            self.seed, anew = secrets.randbits(128), True
-        if anew:
-            warn_caller(
-                "The checkpoint was loaded without its optimizer, and noise and batches of this run's seed would "
-                "repeat those of the checkpoint's steps; they go on with fresh secret seeds. Pass optimizer= to go on "
-                "bit for bit.",
-            )
 
     @staticmethod
     def is_compatible(*, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
@@ -340,3 +328,15 @@ class PrivacyEngine(ExtensionPoints):
 def _loader_of(optimizer: DPOptimizer | None, given: Any) -> Any:
     """Return the loader of whole batches that a checkpoint is about: the optimizer's where none was given."""
     return optimizer.run.loader if given is None and optimizer is not None else whole_batches(given)
+
+
+def _draw_anew(engine: PrivacyEngine, checkpoint: Checkpoint) -> None:
+    """Go on with other noise and batches than those of a checkpoint that was loaded without its optimizer."""
+    anew = checkpoint.draw_anew(engine._spending.optimizers())
+    if engine.seed is not None and checkpoint.noise_seed == str(run_seed(engine.seed, engine._made)):
+        engine.seed, anew = secrets.randbits(128), True
+    if anew:
+        warn_caller(
+            "The checkpoint was loaded without its optimizer, and noise and batches of this run's seed would repeat "
+            "those of the checkpoint's steps; they go on with fresh secret seeds. Pass optimizer= to go on bit for bit."
+        )

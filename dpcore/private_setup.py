@@ -20,7 +20,7 @@ from dpcore.arguments import check_divisor, check_noise_multiplier, check_number
 from dpcore.clipping import Factors, automatic_factors, check_max_grad_norm, check_noise
 from dpcore.data_loader import RAND_ON_EMPTY, DPDataLoader
 from dpcore.distributed import Ranks, check_shares, ranks_of
-from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.errors import UnsupportedError, warn_caller
 from dpcore.grad_sample.empty_batches import number_batches
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
@@ -31,8 +31,17 @@ from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
-from dpcore.optimizers.checks import check_takes_one_gradient
 from dpcore.optimizers.optimizer import NOISE_HINT
+from dpcore.private_inputs import (
+    check_length,
+    check_parameters,
+    check_types,
+    check_unprepared,
+    group_of,
+    longest_batch,
+    unit_of,
+    warn_of_overflow,
+)
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import check_iterated, check_pieces
 from dpcore.utils.fast_gradient_clipping_utils import check_criterion
@@ -102,6 +111,13 @@ class PrivateSettings(TypedDict, total=False):
             dpcore's classes move there too, though the loop steps them for every piece, and ``len(data_loader)`` stays
             the number of batches. None: whole batches. See
             :class:`dpcore.utils.batch_memory_manager.BatchMemoryManager`.
+        group: K, how many rows of a batch that follow each other are one example, the privacy unit: what is said of
+            examples here holds for these. An example's gradient is that of the mean of its rows' losses, and is clipped
+            once; the loss is reduced over all rows. None: as ``data_loader`` lays rows out, over :func:`dpcore.views`
+            or :func:`dpcore.users`; one row over any other data set.
+        max_batch_size: The most examples of a batch, for bounded memory and shapes (truncated Poisson sampling): of a
+            longer one so many are kept, at random. Epsilon is an upper bound that charges the chance of a longer batch,
+            so let that be next to nothing: nine standard deviations beyond the mean. None: no limit.
     """
 
     module: Required[nn.Module]
@@ -122,6 +138,8 @@ class PrivateSettings(TypedDict, total=False):
     check_batches: Annotated[bool, True]
     check_isolation: Annotated[bool, True]
     max_physical_batch_size: Annotated[int | str | None, None]
+    group: Annotated[int | None, None]
+    max_batch_size: Annotated[int | None, None]
     factors: Factors
     target_unclipped_quantile: float
     clipbound_learning_rate: float
@@ -189,7 +207,7 @@ class Setup:
         """Look at the classes of what was given; module and optimizer with whole parameters where they are sharded."""
         module, optimizer = settings["module"], settings["optimizer"]
         check_unprepared(settings)
-        _check_types(module, optimizer)
+        check_types(module, optimizer)
         if "torch.distributed.fsdp" in sys.modules:
             # Slow to import, and nothing can be sharded before it was.
             from dpcore.sharding import shard
@@ -204,6 +222,11 @@ class Setup:
             )
         return cls(settings, noise_multiplier, module, optimizer, ranks, seed, secure)
 
+    @property
+    def group(self) -> int:
+        """How many rows an example has."""
+        return group_of(self.settings["group"], self.settings["data_loader"].dataset)
+
     # ---- checks
 
     def check(self) -> None:
@@ -216,7 +239,7 @@ class Setup:
             )
         self._check_numbers()
         self._check_clipping()
-        _check_parameters(self.module, self.optimizer)
+        check_parameters(self.module, self.optimizer)
         if settings["criterion"] is not None:
             check_criterion(settings["criterion"], settings["loss_reduction"])
         if settings["rand_on_empty"]:
@@ -228,6 +251,8 @@ class Setup:
             )
         if self.secure and not settings["poisson_sampling"]:
             raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
+        if settings["max_batch_size"] is not None and not settings["poisson_sampling"]:
+            raise ValueError("max_batch_size cuts Poisson batches; it needs poisson_sampling=True.")
         if settings["max_physical_batch_size"] is not None:
             check_pieces(settings["max_physical_batch_size"], settings["batch_first"], self.ranks)
             check_iterated(settings["data_loader"], settings["max_physical_batch_size"])
@@ -302,7 +327,9 @@ class Setup:
             seed=seed,
             secure=self.secure,
             distributed=ranks is not None,
+            max_batch_size=longest_batch(self.settings),
         )
+        warn_of_overflow(poisson.sampler_state)
         return poisson, poisson.sample_rate
 
     def _ordinary_loader(self) -> tuple[DataLoader[Any], float]:
@@ -374,6 +401,7 @@ class Setup:
                 "expected_batch_size": divisor,
                 "noise_multiplier": self.noise_multiplier,
                 **{name: value for name, value in self.settings.items() if name in named},
+                "group": self.group,
                 "the trained parameters": [
                     (name, tuple(p.shape), p.dtype) for name, p in self.module.named_parameters() if p.requires_grad
                 ],
@@ -383,13 +411,13 @@ class Setup:
     def recorded(self) -> Any:
         """Return the module recorded in the mode asked for, or as it is where it is recorded already."""
         module, settings = self.module, self.settings
-        mine = settings["batch_first"], settings["loss_reduction"]
+        mine = {"batch_first": settings["batch_first"], "loss_reduction": settings["loss_reduction"]}
+        mine["group"] = self.group
         if not isinstance(module, AbstractGradSampleHooks):
-            mode, wrap = settings["grad_sample_mode"], settings["wrap_model"]
-            return prepare_module(module, mode, wrap, batch_first=mine[0], loss_reduction=mine[1])
-        if (module.batch_first, module.loss_reduction) != mine:
+            return prepare_module(module, settings["grad_sample_mode"], settings["wrap_model"], **mine)
+        if any(getattr(module, name) != value for name, value in mine.items()):
             raise ValueError(
-                f"The module is wrapped already, with batch_first={module.batch_first} and "
+                f"The module is wrapped already, with batch_first={module.batch_first}, group={module.group} and "
                 f"loss_reduction={module.loss_reduction!r}; pass the same, or its to_standard_module()."
             )
         module.check_unchanged()
@@ -420,6 +448,7 @@ class Setup:
         if self.ranks is not None:
             run.name = f"{self.ranks.share_seed(None):x}"
         run.setting["clipping"] = settings["clipping"]
+        run.setting["unit"] = unit_of(settings["data_loader"].dataset, self.group)
         run.setting["sample_rate"] = fixed_rate if settings["poisson_sampling"] else None
 
         def rate() -> float:
@@ -428,64 +457,18 @@ class Setup:
 
         if poisson is not None:
             number_batches(private.module, lambda: poisson.handed_out)
-        private.attach_step_hook(lambda of: spending.count(of, rate()))
-        private.attach_step_guard(lambda of: spending.check_budget(of, rate()))
+
+        def failure() -> float:
+            """What a step adds to the chance that a batch was cut; it is charged for both of two neighbours."""
+            return 0.0 if poisson is None else min(1.0, 2.0 * poisson.sampler_state.overflow)
+
+        if failure():
+            spending.accountant.add_failure_probability(0.0)  # raises an error where it would not be charged
+        run.setting["max_batch_size"] = None if poisson is None else poisson.sampler_state.max_batch_size
+        private.attach_step_hook(lambda of: spending.count(of, rate(), failure()))
+        private.attach_step_guard(lambda of: spending.check_budget(of, rate(), failure()))
         if isinstance(loader, CountingDataLoader):
             give(loader, spending.unused)
             run.ledger = Ledger(lambda: loader.source, spending.unused, settings["check_batches"])
         if not settings["check_isolation"]:
             private.module.isolation.switch_off()
-
-
-def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    """PrivacyError where the optimiser would update what is not clipped and noised once."""
-    if isinstance(optimizer, DPOptimizer):
-        raise PrivacyError(
-            "The optimizer is private already; a second make_private would add its noise twice. Go on with the objects "
-            "that the first call returned, or build model, optimizer and loader anew (run those cells again, too)."
-        )
-    known = {id(p) for p in module.parameters()}
-    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not in_optimizer <= known:
-        raise PrivacyError(
-            "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
-            "noise. Build the optimizer from module.parameters()."
-        )
-
-
-def _check_types(module: Any, optimizer: Any) -> None:
-    """Refuse what is no module or no optimiser that can be made private."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is of type {type(module).__name__}; pass the torch.nn.Module that is to be trained.")
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer is of type {type(optimizer).__name__}; pass one torch.optim.Optimizer, with "
-            "parameter groups where layers need settings of their own."
-        )
-    check_takes_one_gradient(optimizer)
-
-
-def check_unprepared(settings: PrivateSettings) -> None:
-    """Refuse what accelerate has wrapped already, and what is no loader."""
-    if not hasattr(loader := settings["data_loader"], "dataset"):
-        raise TypeError(
-            f"data_loader is of type {type(loader).__name__}; pass a torch.utils.data.DataLoader over the data set: "
-            "DataLoader(data, batch_size=...)."
-        )
-    for value in (settings["module"], settings["optimizer"], loader):
-        if type(value).__module__.startswith("accelerate."):
-            raise UnsupportedError(
-                f"The {type(value).__name__} was made by accelerate's prepare(), and make_private cannot wrap it. Call "
-                "dpcore.accelerate.prepare(accelerator, engine, module=..., optimizer=..., data_loader=..., ...) "
-                "instead of both."
-            )
-
-
-def check_length(data_loader: Any, *given: float | None) -> None:
-    """Refuse a data set without a length where a number is to be derived from it."""
-    if None in given and not hasattr(data_loader.dataset, "__len__"):
-        raise ValueError(
-            f"The data set, of type {type(data_loader.dataset).__name__}, has no length from which the sample rate and "
-            "the divisor could be derived; pass sample_rate= and expected_batch_size=. (Poisson sampling needs a "
-            "map-style data set, with __len__ and __getitem__.)"
-        )

@@ -32,17 +32,18 @@ class ClippedSum:
     norms: Tensor
 
 
-def example_gradients(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor) -> Iterator[Gradients]:
+def example_gradients(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor, group: int = 1) -> Iterator[Gradients]:
     """The gradient of each example's own loss, for x [n, ...] and y [n, ...], from a batch of that example alone.
 
     Works on a float64 copy in the model's own mode; the model is left as it is. Floating-point inputs become float64.
+    ``group``: so many rows that follow each other are one example, whose loss is the mean of theirs.
     """
     model = copy.deepcopy(model).double()
     x = x.double() if x.is_floating_point() else x
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for i in range(len(x)):
+    for i in range(0, len(x), group):
         model.zero_grad(set_to_none=True)
-        loss_fn(model(x[i : i + 1]), y[i : i + 1]).sum().backward()
+        loss_fn(model(x[i : i + group]), y[i : i + group]).sum().div(group).backward()
         yield {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
 
 
@@ -58,10 +59,12 @@ def clip_factor(gradient_norm: Tensor, max_grad_norm: float) -> float:
     return min(1.0, max_grad_norm / float(gradient_norm)) if gradient_norm > 0 else 1.0
 
 
-def clipped_sum(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor, max_grad_norm: float) -> ClippedSum:
+def clipped_sum(
+    model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor, max_grad_norm: float, group: int = 1
+) -> ClippedSum:
     """Clipped and plain sums and the norms for the batch x [n, ...], y [n, ...]; zeros for an empty batch.
 
-    Raises ValueError unless ``max_grad_norm`` > 0.
+    ``group``: rows of an example. Raises ValueError unless ``max_grad_norm`` > 0.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm}; a clipping norm must be positive.")
@@ -69,7 +72,7 @@ def clipped_sum(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor, max_gra
     clipped = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trained.items()}
     plain = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trained.items()}
     norms = []
-    for gradients in example_gradients(model, loss_fn, x, y):
+    for gradients in example_gradients(model, loss_fn, x, y, group):
         norms.append(norm(gradients))
         factor = clip_factor(norms[-1], max_grad_norm)
         for name, gradient in gradients.items():

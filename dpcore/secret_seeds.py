@@ -7,6 +7,7 @@ gradients whose difference has no noise. So the child draws its own. Seeds that 
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import secrets
 import weakref
@@ -26,6 +27,17 @@ def draw_seed(for_whom: Seeded) -> None:
     """Set the seed of ``for_whom`` to 128 secret bits, and to others in every process that is forked."""
     for_whom.seed = secrets.randbits(128)
     _DRAWN.add(for_whom)
+
+
+def check_seed(seed: Any) -> int:
+    """Return a seed that a user chose; ValueError unless it is a whole number, at least 0."""
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"seed is {seed!r}; it must be a whole number, at least 0, or None for a secret one.")
+    return number
 
 
 def derived_seed(seed: int, *names: Any) -> int:

@@ -109,9 +109,14 @@ class Spending:
         parts = [f"accountant={self.accountant!r}", spent if self.accountant.history else "no private step yet"]
         return [*parts, f"budget={budget.epsilon:g}"] if budget else parts
 
-    def set_budget(self, epsilon: float | None, delta: float | None, fits: Sequence[Any] = ()) -> None:
-        """Refuse steps beyond a budget, in which the steps ``fits`` are known to fit; None lifts it."""
-        budget = None if epsilon is None else Budget.checked(epsilon, delta, fits)
+    def set_budget(
+        self, epsilon: float | None, delta: float | None, fits: Sequence[Any] = (), failing: float = 0.0
+    ) -> None:
+        """Refuse steps beyond a budget, in which the steps ``fits`` are known to fit; None lifts it.
+
+        ``failing``: the chance of failures with which they fit, too.
+        """
+        budget = None if epsilon is None else Budget.checked(epsilon, delta, fits, failing)
         if budget is not None:
             self.check_delta(budget.delta)
         self.budget = budget
@@ -120,20 +125,21 @@ class Spending:
         """Return whether one more step of ``optimizer``, on one batch, fits the budget."""
         loader, history = optimizer.run.loader, self.accountant.history
         rate = loader.sample_rate if isinstance(loader, DPDataLoader) else history[-1][1] if history else 0.0
-        return self._epsilon_beyond(optimizer.noise_multiplier, rate, 1) is None
+        failure = min(1.0, 2.0 * loader.sampler_state.overflow) if isinstance(loader, DPDataLoader) else 0.0
+        return self._epsilon_beyond(optimizer.noise_multiplier, rate, 1, failure) is None
 
-    def check_budget(self, optimizer: DPOptimizer, rate: float) -> None:
-        """BudgetError where the step at hand would exceed the budget."""
+    def check_budget(self, optimizer: DPOptimizer, rate: float, failure: float = 0.0) -> None:
+        """BudgetError where the step at hand would exceed the budget; ``failure``: the chance that a batch was cut."""
         batches = optimizer.accumulated_iterations
-        spent = self._epsilon_beyond(optimizer.noise_multiplier / batches**0.5, rate, batches)
+        spent = self._epsilon_beyond(optimizer.noise_multiplier / batches**0.5, rate, batches, failure)
         if spent is not None and self.budget is not None:
             raise self.budget.refusal(spent)
 
-    def _epsilon_beyond(self, noise_multiplier: float, rate: float, steps: int) -> float | None:
+    def _epsilon_beyond(self, noise_multiplier: float, rate: float, steps: int, failure: float) -> float | None:
         """Epsilon after these steps where it exceeds the budget, None where it does not."""
         if self.budget is None:
             return None
-        spent, self.budget = self.budget.after(self.accountant, noise_multiplier, rate, steps)
+        spent, self.budget = self.budget.after(self.accountant, noise_multiplier, rate, steps, failure)
         return spent
 
     # ---- what was spent, run by run
@@ -142,10 +148,12 @@ class Spending:
         """Return the optimizers whose steps are counted here."""
         return [optimizer for optimizer in private_optimizers() if optimizer.engine is self]
 
-    def count(self, optimizer: DPOptimizer, rate: float) -> None:
-        """Count a step, whose batches were drawn at ``rate``, and under which name."""
+    def count(self, optimizer: DPOptimizer, rate: float, failure: float = 0.0) -> None:
+        """Count a step, whose batches were drawn at ``rate`` and each cut at most so often, and under which name."""
         self.accountant.get_optimizer_hook_fn(rate)(optimizer)
         k = optimizer.accumulated_iterations
+        if failure:
+            self.accountant.add_failure_probability(min(1.0, k * failure))
         _add(self._runs.setdefault(optimizer.run.name, []), (optimizer.noise_multiplier / k**0.5, rate, k))
 
     def runs(self) -> Runs:
@@ -219,7 +227,9 @@ class Spending:
             saved: The runs that the file tells of.
         """
         others = {run: steps for run, steps in self.runs().items() if run not in saved}
+        failing = self.accountant.failure_probability if others else 0.0  # of which of them is not known
         self.accountant.load_state_dict(dict(accountant))
+        self.accountant.failure_probability += failing
         for noise, rate, steps in (step for run in others.values() for step in run):
             count(self.accountant, noise, rate, steps)
         self._runs, self._taken_over = copy.deepcopy(dict(saved)) | others, set()

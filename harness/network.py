@@ -93,6 +93,18 @@ class MeanOverSpace:
 
 
 @dataclass(frozen=True)
+class Views:
+    """``count`` rows [C, H, W] of one.
+
+    View k is mirrored where k is odd, and moved by k // 2 pixels to the right and down, zeros behind it. The first
+    layer of a network, whose others see every row by itself; the example's loss is the mean of its rows', and its
+    gradient is clipped once.
+    """
+
+    count: int
+
+
+@dataclass(frozen=True)
 class SpaceAsTime:
     """[C, H, W] to [H*W, C]: every place of a map becomes a position, row by row."""
 
@@ -276,6 +288,7 @@ Layer = (
     | AvgPool2d
     | Flatten
     | MeanOverSpace
+    | Views
     | SpaceAsTime
     | MeanOverTime
     | Positions

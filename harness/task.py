@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from hashlib import sha256
@@ -26,6 +26,7 @@ from harness.network import (
     Product,
     RMSNorm,
     TiedHead,
+    Views,
     cost,
     fan_in,
     parameter_shapes,
@@ -103,6 +104,11 @@ class Task:
         return self.input_shape if self.loss == TOKEN_LOSS else ()
 
     @property
+    def views(self) -> int:
+        """How many rows an example has, whose gradients are averaged before they are clipped."""
+        return self.layers[0].count if isinstance(self.layers[0], Views) else 1
+
+    @property
     def tokens(self) -> int | None:
         """Positions of one example, padding included; None where inputs are not tokens."""
         return self.input_shape[0] if isinstance(self.layers[0], Embedding) else None
@@ -146,7 +152,14 @@ class Task:
         for layer in self.layers:
             more, elements, shape = cost(layer, shape)
             products, size = products + more, size + elements
-        return products, size
+        products = [replace(product, flops=self.views * product.flops) for product in products]
+        return products, self.views * size
+
+
+def with_views(task: Task, count: int, name: str) -> Task:
+    """Return the task on ``count`` views of every example."""
+    title = f"{task.title}, {count} views of an example, clipped as one"
+    return replace(task, name=name, title=title, layers=(Views(count), *task.layers))
 
 
 def initial_parameters(task: Task, seed: int) -> dict[str, np.ndarray]:

@@ -251,9 +251,9 @@ TASKS |= {
             trained=(*BIASES, *HEAD),
             judged_as="",
         ),
+        *(with_views(TASKS["wrn-16-4"], k, f"wrn-16-4-k{k}") for k in (4, 16)),
     )
 }
-
 GPT2_VOCABULARY, GPT2_POSITIONS, E2E_TOKENS = 50_257, 1024, 100
 """GPT-2's word pieces and positions; how many tokens of them a text of E2E has in the paper on book-keeping."""
 LLAMA_1B = {"blocks": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocabulary": 128_256}
@@ -449,6 +449,7 @@ GATE_TASKS: dict[str, Task] = {
         ),
     )
 }
+GATE_TASKS["small-views"] = with_views(GATE_TASKS["small-wrn"], 4, "small-views")
 GATE_TASKS |= {
     task.name: task
     for name in ("gpt2", "llama", "llama-full", "encoder-full", "vit")
@@ -456,8 +457,8 @@ GATE_TASKS |= {
 }
 """The structure of the modern tasks in a thousandth of their arithmetic: what CI judges, never measured."""
 
-
 SMALL_GATE = {"gpt2-lm": "small-gpt2", "llama-lora": "small-llama", "wrn-16-2": "small-wrn", "wrn-16-4": "small-wrn"}
+SMALL_GATE |= dict.fromkeys(("wrn-16-4-k4", "wrn-16-4-k16"), "small-views")
 SMALL_GATE |= {f"{name}-bf16": f"{SMALL_GATE[name]}-bf16" for name in ("gpt2-lm", "llama-lora")}
 SMALL_GATE |= {n: f"small-{n}" for n in ("llama-full", "vit", "encoder-full", "encoder-lora", "encoder-bias", "recsys")}
 """The task of the gate that has a modern task's structure, for runs that ask for the small gate."""

@@ -21,12 +21,14 @@ from dpcore.microbatch.looks import looks
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import choose, micro_batches, trains_all
+from dpcore.privacy_unit import of_units, shares_of, units_in
 from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.tape import own_passes
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
+from dpcore.tape.uses import in_units
 
 if TYPE_CHECKING:
     from dpcore.engine.graphs import Graphs
@@ -60,7 +62,8 @@ class ClippedSum:
 class BatchSums:
     """Adds the clipped sums of batches to an accumulator's buffer, in pieces that are planned by what the first left.
 
-    ``physical_batch_size``, ``compile`` and ``check_isolation`` are those of :class:`dpcore.Engine`.
+    ``physical_batch_size``, ``compile``, ``check_isolation`` and ``group`` are those of :class:`dpcore.Engine`. Model,
+    loss and tape see rows; batches, pieces, plans and what is accumulated are of units.
     """
 
     def __init__(
@@ -72,15 +75,17 @@ class BatchSums:
         physical_batch_size: int | None,
         compile: bool | str,
         check_isolation: bool,
+        group: int = 1,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self.group = group
         self.accumulator = accumulator
         self.plans = Plans(physical_batch_size)
         self._modules = tuple(model.modules())
-        self._batch_size = 0  # of the batch under way, which is cut into pieces
+        self._rows = 0  # of the batch under way, which is cut into pieces
         self._layout = Layout(model, custom_fallbacks(model))
-        self.isolation = IsolationCheck(model, accumulator.names, self._layout)
+        self.isolation = IsolationCheck(model, accumulator.names, self._layout, group)
         if not check_isolation:
             self.isolation.switch_off()
         self._methods: list[tuple[str, str]] = []
@@ -91,7 +96,7 @@ class BatchSums:
         if backend is not None:
             from dpcore.engine.graphs import Graphs  # brings in the compiler: not for those who do not ask
 
-            self.graphs = Graphs(self.model, self._traced, backend)
+            self.graphs = Graphs(self.model, self._traced, backend, self.group)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy compiles for itself: a graph belongs to the objects that it was made of."""
@@ -103,9 +108,12 @@ class BatchSums:
 
     def add(self, x: Any, y: Any, mask: Tensor | None, scale: float, begin: Callable[[], object]) -> ClippedSum:
         """The clipped sum times ``scale``, added to what ``begin`` has brought into the buffer."""
-        batch_size = self._batch_size = length_of(x)
-        checks.check_mask(mask, batch_size)
-        checks.check_targets(y, batch_size)
+        self._rows = length_of(x)
+        batch_size = units_in(self._rows, self.group)
+        checks.check_mask(mask, batch_size, self._rows)
+        checks.check_targets(y, self._rows)
+        if mask is not None and len(mask) != self._rows:
+            mask = mask.repeat_interleave(self.group)
         kind = self._kind(x)
         self._prepare(kind, x, y, batch_size)
         while (parts := self._add_pieces(kind, x, y, mask, scale, begin)) is None:
@@ -127,13 +135,13 @@ class BatchSums:
 
         The next attempt starts the batch anew, in smaller pieces: the one that failed may have been added in part.
         """
-        batch_size, at_once, parts = self._batch_size, 0, []
+        batch_size, at_once, parts = self._rows // self.group, 0, []
         begin()
         try:
-            for rows, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
-                at_once = rows.stop - rows.start
-                whole = at_once == batch_size
-                inputs, targets = (x, y) if whole else cut((x, y), rows, batch_size)
+            for units, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
+                at_once = units.stop - units.start
+                whole, rows = at_once == batch_size, slice(units.start * self.group, units.stop * self.group)
+                inputs, targets = (x, y) if whole else cut((x, y), rows, self._rows)
                 of_piece = None if mask is None else mask[rows]
                 parts.append(self._accumulate(inputs, targets, of_piece, scale, kind, graph_size))
         except Exception as error:
@@ -156,22 +164,25 @@ class BatchSums:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
         self.plans.note(kind, batch_size)
         if batch_size and kind not in self.plans.of:
-            self._look(x, batch_size)
+            self._look(x)
         if self.graphs is not None:
             self._layout.refuse_unrepeatable()
-        if self.isolation.due(kind, batch_size):
-            self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
+        self._check_isolation(kind, x, y)
 
-    def _look(self, x: Any, batch_size: int, again: bool = False) -> None:
-        ways, variants = looks(self.model, functools.partial(checks.call, self.model), x, batch_size, again)
+    def _check_isolation(self, kind: Kind, x: Any, y: Any) -> None:
+        if self.isolation.due(kind, length_of(x)):
+            self.isolation.check(kind, self._losses, (x, y), length_of(x), losses=True)
+
+    def _look(self, x: Any, again: bool = False) -> None:
+        call = functools.partial(checks.call, self.model)
+        ways, variants = looks(self.model, call, x, length_of(x), again, self.group)
         self._layout.learn(self.accumulator.names, ways, variants, again)
 
     def _look_again(self, kind: Kind, x: Any, y: Any) -> None:
         """Look at all examples of a piece that has led to a part of the model that is not known."""
-        self._look(x, length_of(x), again=True)
+        self._look(x, again=True)
         self.isolation.begin_anew()
-        if self.isolation.due(kind, length_of(x)):
-            self.isolation.check(kind, self._losses, (x, y), length_of(x), losses=True)
+        self._check_isolation(kind, x, y)
 
     def _pieces(self, kind: Kind, batch_size: int, filled: bool) -> Iterator[tuple[slice, int]]:
         """The schedule of a batch: (rows, length of the compiled graph that they go through, 0: eagerly).
@@ -189,10 +200,10 @@ class BatchSums:
             start += size
 
     def _losses(self, batch: tuple[Any, Any]) -> Tensor:
-        """[B] losses of inputs and targets."""
+        """[R] losses of inputs and targets, by row."""
         x, y = batch
         losses = self.loss_fn(checks.call(self.model, x), y)
-        checks.check_losses(losses, length_of(x), self._batch_size)
+        checks.check_losses(losses, length_of(x), self._rows)
         return losses
 
     def _join(self, parts: list[Tensor], grouped: bool = True) -> Tensor:
@@ -209,7 +220,8 @@ class BatchSums:
     def _next_size(self, kind: Kind, batch_size: int, remaining: int) -> int:
         """Size of the next micro-batch; the first batch of a kind starts small, to measure what an example leaves."""
         plan = self.plans.of.get(kind)
-        planned = plan.size(batch_size) if plan else self._layout.at_first(FIRST_EXAMPLES)
+        first = max(1, self._layout.at_first(FIRST_EXAMPLES * self.group) // self.group)
+        planned = plan.size(batch_size) if plan else first
         size = self.plans.at_once(kind, planned)
         pieces = -(-remaining // size)
         return -(-remaining // pieces)
@@ -229,10 +241,25 @@ class BatchSums:
         with torch.enable_grad():
             with self._layout.recording(tape):
                 losses = self._losses((x, y))
-            own_passes.backward(tape, losses, mask.to(losses.dtype))
+            own_passes.backward(tape, losses, self._weights(losses, mask))
         with torch.no_grad():
+            found = self.accumulator.clipped(in_units(tape.uses, self.group), self._units(mask), bounds)
             # Memory of their own: a loss may hand out what it was given, which the next piece is written over.
-            return *self.accumulator.clipped(tape.uses, mask, bounds), losses.detach().clone()
+            return *found, self._by_unit(losses.detach(), mask).clone()
+
+    def _weights(self, losses: Tensor, mask: Tensor | None) -> Tensor:
+        """[R]: what a row's loss counts for in its unit's, which is their mean."""
+        mask = torch.ones_like(losses) if mask is None else mask
+        return (mask if self.group == 1 else shares_of(mask, self.group)).to(losses.dtype)
+
+    def _units(self, mask: Tensor) -> Tensor:
+        return mask if self.group == 1 else of_units(mask, self.group)
+
+    def _by_unit(self, losses: Tensor, mask: Tensor | None) -> Tensor:
+        """The losses of units."""
+        if self.group == 1:
+            return losses
+        return (losses * self._weights(losses, mask)).unflatten(0, (-1, self.group)).sum(1)
 
     def _accumulate(
         self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind, graph_size: int
@@ -255,32 +282,33 @@ class BatchSums:
         self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`_accumulate` by torch's own passes; the first of a kind is what its micro-batches are planned by."""
-        batch_size = length_of(x)
+        batch_size = length_of(x) // self.group
         tape, losses = self._layout.attempt(
             lambda: self._passes(x, y, mask), functools.partial(self._look_again, kind, x, y)
         )
         with torch.no_grad():
-            norms, factors = self.accumulator.add(tape.uses, batch_size, mask, scale)
+            uses = in_units(tape.uses, self.group)
+            norms, factors = self.accumulator.add(uses, batch_size, None if mask is None else self._units(mask), scale)
+            losses = self._by_unit(losses.detach(), mask)
         if kind not in self.plans.of:
-            choices = choose(tape.uses, turns=self.graphs is None)
+            choices = choose(uses, turns=self.graphs is None)
             self._methods = [(self.accumulator.names[c.param], c.method) for c in choices]
             self.plans.of[kind] = micro_batches(
-                choices, tape.uses, batch_size, self.accumulator.device, trains_all(self.model)
+                choices, uses, batch_size, self.accumulator.device, trains_all(self.model)
             )
-            del tape
+            del tape, uses, choices
             give_back()
-        return norms, factors, losses.detach()
+        return norms, factors, losses
 
     def _passes(self, x: Any, y: Any, mask: Tensor | None) -> tuple[Tape, Tensor]:
-        """The tape of a forward and a backward pass, and [B] losses."""
+        """The tape of a forward and a backward pass, and losses by row."""
         tape = self._layout.tape(self.accumulator.names, length_of(x))
         tape.drops_activations = self._layout.drops_activations
         with torch.enable_grad():
             with self._layout.recording(tape):
                 losses = self._losses((x, y))
-            weights = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
             try:
-                own_passes.backward(tape, losses, weights)
+                own_passes.backward(tape, losses, self._weights(losses, mask))
             except SeenOtherwise:
                 return self._passes(x, y, mask)
         return tape, losses

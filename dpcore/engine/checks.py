@@ -46,9 +46,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, private: Container[Paramet
                 )
 
 
-def check_mask(mask: Tensor | None, batch_size: int) -> None:
-    """ValueError where a mask is not bool [B]."""
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch_size,)):
+def check_mask(mask: Tensor | None, batch_size: int, rows: int) -> None:
+    """ValueError where a mask is not bool [B], nor [R] for ``rows`` of units that have several."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape not in ((batch_size,), (rows,))):
         raise ValueError(
             f"mask is {mask.dtype} of shape {tuple(mask.shape)} for {batch_size} examples; it must be bool, one "
             "entry per example: a weight above 1 would let an example move the sum by more than max_grad_norm."

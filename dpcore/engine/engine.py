@@ -18,6 +18,7 @@ from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.noise import GaussianNoise
+from dpcore.privacy_unit import check_group
 from dpcore.release import Release
 from dpcore.validators.parameters import check_hooks, check_recordable
 
@@ -46,6 +47,9 @@ class Engine:
             clip bounds stay live.
         check_isolation: Whether the first batches, and rare random ones later, show by experiment if model and loss mix
             examples (:mod:`dpcore.example_isolation.check`).
+        group: K, how many rows that follow each other are one example, the privacy unit: K views of it, or a user's
+            rows. Its gradient is that of the mean of its rows' losses, clipped once; batches, B and sizes are counted
+            in such examples, while inputs, targets and losses have B K rows.
 
     Raises:
         UnsupportedError: the model is compiled already, or cannot be recorded. With ``compile``: recurrent layers, and
@@ -67,6 +71,7 @@ class Engine:
         factors: Factors = clip_factors,
         compile: bool | str = False,
         check_isolation: bool = True,
+        group: int = 1,
     ) -> None:
         refuse_compiled(model)
         check_recordable(model)
@@ -83,6 +88,7 @@ class Engine:
         self.accumulator = Accumulator(self.parameters, max_grad_norm, factors)
         self.accumulator.check_noise(sigma, scale)
         self.noise_multiplier = sigma
+        self.group = check_group(group)
         self._sums = BatchSums(
             model,
             loss_fn,
@@ -90,6 +96,7 @@ class Engine:
             physical_batch_size=physical_batch_size,
             compile=compile,
             check_isolation=check_isolation,
+            group=self.group,
         )
         self.isolation = self._sums.isolation
 
@@ -133,7 +140,8 @@ class Engine:
         Args:
             x: Inputs: a tensor [B, ...], a tuple (positional) or a dict (keyword arguments) of them. B may be 0.
             y: Targets, likewise.
-            mask: Bool [B]; examples whose entry is False contribute nothing.
+            mask: Bool [B]; examples whose entry is False contribute nothing. With ``group``, a mask of all rows leaves
+                rows out of the mean of their example.
 
         Returns:
             The sums with norms, factors, losses and sensitivity. The sums live in the engine's buffer and hold until

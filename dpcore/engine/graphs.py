@@ -54,10 +54,11 @@ def graph_size(count: int, most: int) -> int:
 class Graphs:
     """Compiled graphs of the pass ``traced`` of ``model``, one per kind of batch.
 
-    They are made when first needed, by ``backend``, as torch.compile names them.
+    They are made when first needed, by ``backend``, as torch.compile names them. Lengths are numbers of examples, of
+    ``group`` rows each.
     """
 
-    def __init__(self, model: nn.Module, traced: Traced, backend: str = "inductor") -> None:
+    def __init__(self, model: nn.Module, traced: Traced, backend: str = "inductor", group: int = 1) -> None:
         known = torch.compiler.list_backends(None)
         if backend not in known:
             raise ValueError(f"compile is {backend!r}; it must be True, False or a backend of torch.compile: {known}.")
@@ -70,6 +71,7 @@ class Graphs:
         self.model = model
         self.traced = traced
         self.backend = backend
+        self.group = group
         self._graphs: dict[Hashable, _Graph] = {}
         self._exact: dict[Hashable, set[int]] = {}
 
@@ -152,9 +154,9 @@ class _Graph:
     def __init__(
         self, of: Graphs, leaves: Sequence[Tensor], structure: Any, size: int, groups: int, device: str
     ) -> None:
-        self.size = size
-        self._inputs = [_rows_like(leaf, size) for leaf in leaves]
-        self._full = torch.ones(size, dtype=torch.bool, device=leaves[0].device)
+        self.size, self._group = size, of.group
+        self._inputs = [_rows_like(leaf, size * of.group) for leaf in leaves]
+        self._full = torch.ones(size * of.group, dtype=torch.bool, device=leaves[0].device)
         bounds = torch.ones(groups, dtype=torch.float64, device=leaves[0].device)
 
         def flat(mask: Tensor, bounds: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -200,14 +202,14 @@ class _Graph:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         count = len(leaves[0])
         full = self._full
-        if mask is not None or count < self.size:
+        if mask is not None or count < len(full):
             full = torch.zeros_like(full)
             full[:count] = True if mask is None else mask
         if tuple(bounds) != self._bounds[0]:
             self._bounds = tuple(bounds), torch.tensor(bounds, dtype=torch.float64, device=full.device)
         with torch.no_grad():
             for buffer, leaf in zip(self._inputs, leaves, strict=True):
-                if count == self.size:
+                if count == len(full):
                     buffer.copy_(leaf)
                     continue
                 buffer[:count].copy_(leaf)
@@ -219,6 +221,7 @@ class _Graph:
         if sums.is_cuda:
             # A captured graph writes its next results where these lie.
             norms, factors, losses = norms.clone(), factors.clone(), losses.clone()
+        count //= self._group
         return sums, norms[:, :count], factors[:, :count], losses[:count]
 
 

@@ -43,6 +43,7 @@ from dpcore.microbatch import ragged
 from dpcore.microbatch.layout import FEWEST_AT_FIRST, TRIES, Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.numerics.precision import is_lowered
+from dpcore.privacy_unit import rows_of
 from dpcore.rerun.heap import give_back, keep_pages
 from dpcore.rerun.snapshot import draw_on, preserved, same_values, without_dropout
 from dpcore.tree import flatten, has_rows
@@ -72,8 +73,9 @@ SWITCHED_OFF = (
 class IsolationCheck:
     """The experiments on one model whose trained parameters are ``names``; it decides when a batch is due."""
 
-    def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout) -> None:
-        self.subject = Subject(model, names, layout)
+    def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout, group: int = 1) -> None:
+        """``group``: rows of a unit, which may mix; the examples here are units."""
+        self.subject = Subject(model, names, layout, group)
         self.enabled = True
         self._most = EXAMPLES
         self._kinds: Counter[Any] = Counter()
@@ -94,16 +96,16 @@ class IsolationCheck:
         self.enabled = False
         warn_caller(SWITCHED_OFF)
 
-    def due(self, kind: Any, batch_size: int) -> bool:
-        """Return whether this batch is to be checked.
+    def due(self, kind: Any, rows: int) -> bool:
+        """Return whether this batch of ``rows`` is to be checked.
 
         Those are the first batches of each kind, and rare random ones later. Those of one example are a kind of their
         own, for they say nothing about mixing.
         """
-        if not self.enabled or not batch_size:
+        if not self.enabled or not rows:
             return False
         self._passes += 1
-        new = self._kinds[kind, batch_size > 1] < BATCHES or bool(self.subject.layout.unchecked)
+        new = self._kinds[kind, rows > self.subject.group] < BATCHES or bool(self.subject.layout.unchecked)
         new = new and self._checks < ALWAYS + RATE * self._passes
         return new or self._random.random() < RATE
 
@@ -121,19 +123,20 @@ class IsolationCheck:
             kind: The batch's shapes; checked from now on.
             run: The forward pass of a batch, called four times, or more often where a gradient has moved.
             batch: Any structure; tensors whose first dimension is ``batch_size`` have one row per example.
-            batch_size: How many examples there are.
+            batch_size: How many rows there are.
             losses: Whether ``run`` returns one loss per example.
             outputs: Whether a pass without a tensor that has a gradient is a fault.
         """
         self._checks += 1
-        turn = self._kinds[kind, batch_size > 1]
+        several = batch_size > self.subject.group
+        turn = self._kinds[kind, several]
         for way in range(TRIES):
             while not self._checked(run, batch, batch_size, losses, outputs, way, turn):
                 # Here, where the error and all that its traceback held are gone.
                 give_back_everything(next(iter(self.subject.names)).device)
             if not self.subject.layout.unchecked:  # it has gone where only another look has been
                 break
-        self._kinds[kind, batch_size > 1] += 1
+        self._kinds[kind, several] += 1
         if turn + 1 >= BATCHES:  # the next one asks for the same pages
             give_back()
 
@@ -153,16 +156,18 @@ class IsolationCheck:
         ``turn``: how many batches of the kind have been checked. ``whole``: the first experiment alone, on the batch as
         it is.
         """
+        group = self.subject.group
         whole, given = whole or ragged.is_ragged(self.subject.model, batch), (batch, batch_size)
         if not whole:
-            batch, batch_size = self._some(batch, batch_size)
+            layout = self.subject.layout
+            batch, batch_size = _few(batch, batch_size, layout, group, self._most, self._random)
         try:
             with preserved(self.subject.model) as state, torch.enable_grad():
                 state.watch_parameters()
                 draw_on(way)
                 trial = Trial(self.subject, state, run, batch_size, losses, outputs)
-                row = self._random.randrange(batch_size)
-                alone = whole or batch_size < FEWEST
+                row = self._random.randrange(batch_size // group)
+                alone = whole or batch_size < FEWEST * group
                 short = trial.large and turn % 2 == 0 and not alone
                 # By all checks: batches may each be of a kind of their own, of which none would have a second.
                 trial.adds_up = not short or self._checks % 2 == 0
@@ -182,50 +187,39 @@ class IsolationCheck:
                     "examples; give each input one row per example."
                 )
                 return self._checked(run, *given, losses, outputs, way, turn, whole=True)
-            if batch_size < FEWEST:
+            if batch_size < FEWEST * group:
                 return True  # of one example the pass itself will tell
-            if whole or batch_size <= FEWEST:
+            if whole or batch_size <= FEWEST * group:
                 error.add_note(
-                    f"dpcore had {batch_size} examples in work, to see whether the model keeps examples apart, which "
-                    f"takes {'whole batches' if whole else 'two'}."
+                    f"dpcore had {batch_size // group} examples in work, to see whether the model keeps examples "
+                    f"apart, which takes {'whole batches' if whole else 'two'}."
                 )
                 raise
-            self._most = max(FEWEST, batch_size // 2)
+            self._most = max(FEWEST, batch_size // (2 * group))
             return False
         return True
-
-    def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
-        """A few random examples; not as many as another dimension has, which could pass for the batch."""
-        most = self.subject.layout.at_first(self._most)
-        if batch_size <= most:
-            return batch, batch_size
-        taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
-        # Rather more than so few that an experiment sees too little.
-        fewest, at_most = min(most, FEWEST_AT_FIRST), min(self._most, batch_size)
-        numbers = (*range(most, fewest - 1, -1), *range(most + 1, at_most + 1), *range(fewest - 1, 1, -1))
-        count = next((n for n in numbers if n not in taken), most)
-        index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
-        return selected(batch, batch_size, index), count
 
     def _exchange(self, trial: Trial, batch: Any, alone: int, short: bool) -> None:
         """All experiments but the sum; ``alone``: the example whose outputs may not reach others. ``short``: with other
         examples that are outliers, unless the model fails on these or no finite gradient is left.
         """
-        count = trial.batch_size
-        rows, beside = half_of_rows(count, self._random)
-        dropped = _dropped(batch, count)
-        if dropped + len(rows) >= count:
-            rows = rows[1 + dropped - count :]
+        group, count = self.subject.group, trial.batch_size
+        units, beside = half_of_rows(count // group, self._random)
+        dropped = _dropped(batch, count // group, group)
+        if dropped + len(units) >= count // group:
+            units = units[1 + dropped - count // group :]
         # The same rows are compared in all experiments, so that one pass is the measure of them.
-        excluded = torch.cat([torch.arange(dropped), rows]).unique()
-        kept = [row for row in range(count) if row not in excluded]
+        left_out = torch.cat([torch.arange(dropped), units]).unique()
+        kept = [unit for unit in range(count // group) if unit not in left_out]
+        rows, others, excluded = (rows_of(of, group) for of in (units, torch.full_like(units, beside), left_out))
+        dropped *= group
         before = trial.measure(batch, excluded, kept[0] if len(kept) == 1 else alone)
         written = trial.written
         given = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and has_rows(leaf, count)]
         floating = any(leaf.is_floating_point() for leaf in given)
-        strangers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[beside]), beside) if short else None
+        strangers = replace_rows(batch, count, rows, others, enlarged) if short else None
         if strangers is None or not floating or not self._compare_outliers(trial, before, batch, strangers, excluded):
-            neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside], beside)
+            neighbours = replace_rows(batch, count, rows, others)
             try:
                 self._compare(trial, before, batch, neighbours, excluded)
             except UnsupportedError as error:
@@ -236,7 +230,7 @@ class IsolationCheck:
                 raise
         _check_same_buffers(written, trial.written)
         if floating and not trial.large:
-            outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
+            outliers = replace_rows(batch, count, rows, rows, enlarged)
             self._compare_outliers(trial, before, batch, outliers, excluded)
         if dropped:
             self._compare_fewer(trial, before, batch, dropped, excluded)
@@ -276,8 +270,9 @@ class IsolationCheck:
             return
         raise PrivacyError(
             f"The {self._what(moved)} for an example depends on the number of examples in the batch, or on "
-            f"its place there: it changed when {dropped} before it were left out. A table of positions that is cut to "
-            f"the batch's length instead of the sequence's does that, or a division by len(x). {REMEDY}"
+            f"its place there: it changed when {dropped // self.subject.group} before it were left out. A table of "
+            "positions that is cut to the batch's length instead of the sequence's does that, or a division by "
+            f"len(x). {REMEDY}"
         )
 
     def _compare_counts(
@@ -381,11 +376,27 @@ def _check_same_buffers(before: dict[str, Tensor], now: dict[str, Tensor]) -> No
             )
 
 
-def _dropped(batch: Any, count: int) -> int:
-    """Return how many of the first rows experiment 5 leaves out.
+def _dropped(batch: Any, count: int, group: int) -> int:
+    """Return how many of the first examples, of ``group`` rows each, experiment 5 leaves out.
 
     It is one, so that every place changes, or a few where the rest would be as many as another dimension has; 0 where
     too few examples are left to tell.
     """
     taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
-    return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
+    return next((k for k in (1, 3, 2) if count - k >= 3 and (count - k) * group not in taken), 0)
+
+
+def _few(batch: Any, rows: int, layout: Layout, group: int, at_once: int, generator: random.Random) -> tuple[Any, int]:
+    """A few random examples, and how many rows they have: not as many as another dimension, which could pass for the
+    batch. ``at_once``: the most examples.
+    """
+    count, most = rows // group, max(FEWEST, layout.at_first(at_once * group) // group)
+    if count <= most:
+        return batch, rows
+    taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+    # Rather more than so few that an experiment sees too little.
+    fewest, at_most = min(most, FEWEST_AT_FIRST), min(at_once, count)
+    numbers = (*range(most, fewest - 1, -1), *range(most + 1, at_most + 1), *range(fewest - 1, 1, -1))
+    number = next((n for n in numbers if n * group not in taken), most)
+    index = rows_of(torch.tensor(sorted(generator.sample(range(count), number))), group)
+    return selected(batch, rows, index), len(index)

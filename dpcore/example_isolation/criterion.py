@@ -53,7 +53,7 @@ class CriterionCheck:
             others[rows] = False
             found = torch.autograd.grad(losses[~others.to(losses.device)].sum(), leaves, allow_unused=True)
             reached = any(bool((g[others.to(g.device)] != 0).any()) for g in found if g is not None)
-            changed, _ = losses_of(replace_rows(batch, size, rows, lambda leaf: leaf[beside], beside))
+            changed, _ = losses_of(replace_rows(batch, size, rows, torch.full_like(rows, beside)))
             before, after = losses.detach()[others.to(losses.device)], changed.detach()[others.to(losses.device)]
         if reached or not torch.allclose(before, after, rtol=HALF_ROUNDING / 10, atol=1e-6, equal_nan=True):
             raise PrivacyError(f"The criterion's loss of one example depends on other examples in the batch. {REMEDY}")

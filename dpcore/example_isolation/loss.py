@@ -79,10 +79,14 @@ class _Seen:
 
 
 class LossCheck:
-    """The experiments on the losses of one module's outputs; ``reduction``: what is said of them, "mean" or "sum"."""
+    """The experiments on the losses of one module's outputs; ``reduction``: what is said of them, "mean" or "sum".
 
-    def __init__(self, reduction: str = "mean") -> None:
+    ``group``: rows of a unit, which may meet.
+    """
+
+    def __init__(self, reduction: str = "mean", group: int = 1) -> None:
         self._reduction = reduction
+        self._group = group
         self._has_looked = False
         """Whether a loss was seen since the last pass."""
         self._looked_at: Counter[Any] = Counter()
@@ -128,7 +132,7 @@ class LossCheck:
 
     def judge(self, loss: Tensor) -> None:
         """Raise PrivacyError where ``loss`` comes from the expected outputs and mixes their examples."""
-        graph = LossGraph(loss, lambda of: of.check() is self)
+        graph = LossGraph(loss, lambda of: of.check() is self, self._group)
         passes = {output.of_pass for output in graph.outputs}
         for kind in {of.kind for of in passes if not of.seen}:
             self._looked_at[kind] += 1

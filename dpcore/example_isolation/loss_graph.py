@@ -129,10 +129,11 @@ class Weights:
 class LossGraph:
     """The functions between ``loss`` and the outputs of private passes that it comes from.
 
-    ``outputs``: those of which ``is_mine(output.of_pass)`` is true; behind all others nothing is looked at.
+    ``outputs``: those of which ``is_mine(output.of_pass)`` is true; behind all others nothing is looked at. ``group``:
+    rows of a unit, which may meet; what is called an example here is a row, and :attr:`_ways` tell units apart.
     """
 
-    def __init__(self, loss: Tensor, is_mine: Callable[[Any], bool]) -> None:
+    def __init__(self, loss: Tensor, is_mine: Callable[[Any], bool], group: int = 1) -> None:
         self._loss = get_gradient_edge(loss)
         self.nodes: list[Any] = []
         found: list[tuple[GradientEdge, Output]] = []
@@ -162,7 +163,9 @@ class LossGraph:
         """The nodes that make a square of all pairs of examples, of which not the diagonal alone counts."""
         self._by_row = [output for output in self.outputs if output.owners]
         several = range(max((len(output.owners) for output in self._by_row), default=0))
-        self._ways = [[of.owners[min(way, len(of.owners) - 1)] for of in self._by_row] for way in several]
+        ways = [[of.owners[min(way, len(of.owners) - 1)] for of in self._by_row] for way in several]
+        self._ways = [[(dim, owners // group) for dim, owners in way] for way in ways]
+        self._group = group
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
@@ -268,7 +271,7 @@ class LossGraph:
         return [GradientEdge(of, nr) for of, nr in node.next_functions if of in self._reached]
 
     def _reach(self, edge: GradientEdge, where: Any) -> int:
-        """How many examples the numbers at an index of a place come from, told apart so that they are fewest."""
+        """How many units the numbers at an index of a place come from, told apart so that they are fewest."""
         meta = edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
         start = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
         start[where] = 1.0
@@ -276,7 +279,7 @@ class LossGraph:
         return min(len(set(self._with_gradient(grads, way))) for way in self._ways)
 
     def _with_gradient(self, grads: tuple[Tensor | None, ...], way: list[tuple[int, Tensor]]) -> Iterator[int]:
-        """The examples of the rows that have a gradient."""
+        """The units of the rows that have a gradient."""
         for (dim, owners), grad in zip(way, grads, strict=True):
             if grad is not None:
                 yield from owners[(grad.movedim(dim, 0).reshape(len(owners), -1) != 0.0).any(1).cpu()].tolist()
@@ -285,14 +288,16 @@ class LossGraph:
         """Return whether the gradient at some rows of the outputs changes with other rows, by a second derivative."""
         if not self._ways or sum(output.shape.numel() for output in self._by_row) > MOST_NUMBERS:
             return False
-        rows, _ = half_of_rows(self.examples, generator)
-        mine = torch.zeros(self.examples, dtype=torch.bool)
+        if (units := self.examples // self._group) < 2:
+            return False
+        rows, _ = half_of_rows(units, generator)
+        mine = torch.zeros(units, dtype=torch.bool)
         mine[rows] = True
         first = self._grad(self._loss, self._edges, create_graph=True)
         return all(self._changes(first, mine, way) for way in self._ways)
 
     def _changes(self, first: tuple[Tensor | None, ...], mine: Tensor, way: list[tuple[int, Tensor]]) -> bool:
-        """Return whether the gradient of ``mine`` [B] examples changes with the others, told apart in one way."""
+        """Return whether the gradient of ``mine`` [B] units changes with the others, told apart in one way."""
         numbers, terms = torch.Generator().manual_seed(self.examples), []
         for (dim, of), grad in zip(way, first, strict=True):
             if grad is not None and grad.requires_grad:

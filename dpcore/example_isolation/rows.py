@@ -38,18 +38,18 @@ def shaken(batch: Any) -> Any:
 
 
 def replace_rows(
-    batch: Any, batch_size: int, rows: Tensor, value: Callable[[Tensor], Tensor], beside: int | None = None
+    batch: Any, batch_size: int, rows: Tensor, others: Tensor, value: Callable[[Tensor], Tensor] = lambda taken: taken
 ) -> Any:
-    """The batch with ``value(leaf)`` at ``rows`` of every tensor by example, and in lists with the entry ``beside``."""
+    """The batch with the rows or entries ``others`` [k] in the place of ``rows`` [k], as ``value`` changes tensors."""
     leaves, structure = flatten(batch, batch_size)
-    changed, at = [], set(rows.tolist())
+    changed, places = [], dict(zip(rows.tolist(), others.tolist(), strict=True))
     for leaf in leaves:
         if isinstance(leaf, Tensor) and has_rows(leaf, batch_size):
             new = leaf.detach().clone()
-            new[rows.to(new.device)] = value(leaf.detach())
+            new[rows.to(new.device)] = value(take(leaf.detach(), others))
             leaf = new.requires_grad_(leaf.requires_grad)
-        elif beside is not None and has_rows(leaf, batch_size):
-            leaf = [leaf[beside if i in at else i] for i in range(batch_size)]
+        elif has_rows(leaf, batch_size):
+            leaf = [leaf[places.get(i, i)] for i in range(batch_size)]
         changed.append(leaf)
     return unflatten(structure, changed)
 

@@ -28,7 +28,7 @@ from dpcore.tape import own_passes
 from dpcore.tape.checkpointing import unrecorded
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
-from dpcore.tape.uses import FormedUse, Use
+from dpcore.tape.uses import FormedUse, UnitUse, Use, in_units
 
 Run = Callable[[Any], Any]
 """A batch -> the model's outputs, or [B] losses."""
@@ -48,16 +48,18 @@ REMEDY = (
 class Subject:
     """The model that is examined, and what is known of it."""
 
-    def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout) -> None:
+    def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout, group: int) -> None:
         self.model = model
         self.names = names
         self.layout = layout
+        self.group = group
+        """Rows of an example, of which only the gradient of all is looked at."""
         self.compiled = False
         """True where torch.compile made a part of the graph (a loss function): one backward pass can go through it."""
 
 
 class Trial:
-    """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
+    """Passes over batches of ``batch_size`` rows, with the same random numbers and the same weights of the outputs."""
 
     def __init__(
         self, subject: Subject, state: ModelState, run: Run, batch_size: int, losses: bool, outputs: bool
@@ -84,6 +86,11 @@ class Trial:
         """True where such a pass notes that."""
         self._counts_left_behind = True
 
+    @property
+    def group(self) -> int:
+        """Rows of an example."""
+        return self.subject.group
+
     def without_left_behind(self) -> None:
         """Take what the model leaves in attributes for no output from now on: the loss need not come from it."""
         self._counts_left_behind, self.shapes = False, None
@@ -97,14 +104,14 @@ class Trial:
         Args:
             batch: The batch to run.
             excluded: [k] rows whose gradients are not measured.
-            alone: An example the gradient of whose outputs must reach no other (experiment 1).
+            alone: An example the gradient of whose outputs must reach no other (experiment 1), by its number.
             changed: Whether the outputs of the ``excluded`` get larger gradients.
             dropped: How many of the first rows are left out in ``batch``; outputs without rows then count for nothing.
 
         Raises:
             PrivacyError: that gradient reaches another example.
         """
-        if self.large and alone is not None and not self.adds_up and len(excluded) + 1 == self.batch_size:
+        if self.large and alone is not None and not self.adds_up and len(excluded) + self.group == self.batch_size:
             found: Measurements = {}
             self._pass(batch, 0, lambda tape, of: found.update(self._look_joined(tape, of, excluded, alone)))
             if found:
@@ -146,7 +153,7 @@ class Trial:
         if weights is None or any(output.shape[:1] != (self.batch_size,) for output in outputs):
             return {}
         for weight in weights:
-            weight[:row], weight[row + 1 :] = 0.0, 0.0
+            weight[: row * self.group], weight[(row + 1) * self.group :] = 0.0, 0.0
         own_passes.pull(tape, outputs, weights, keep=False, guarded=not self._counts_left_behind)
         if self._reaches_others(tape, row) is not None:
             return {}
@@ -160,7 +167,7 @@ class Trial:
         found: Measurements = {}
         assert self.shapes is not None
         with _without_autocast(self.subject.names), full_precision():
-            for choice in choose(tape.uses):
+            for choice in choose(in_units(tape.uses, self.group)):
                 found[choice.param] = self._measured(choice, excluded, dropped, record)
             for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
                 dim = dim_of_rows(self.shapes[k], self.batch_size, self._way)
@@ -239,10 +246,11 @@ class Trial:
         return kept[dropped:]
 
     def _measured(self, choice: Choice, excluded: Tensor, dropped: int, record: bool) -> Measured:
-        kept = self._kept(excluded, dropped, choice.param.device)
+        kept = self._kept(excluded, dropped, choice.param.device)[:: self.group]
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         numbers = torch.Generator().manual_seed(choice.param.numel())
-        rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
+        rows = torch.randn(self.batch_size // self.group, generator=numbers)
+        rows = rows[dropped // self.group :].to(kept.device, dtype) * kept
         # The sum over the rows that are compared, each at a weight of its own, and the sum over all rows.
         weights = [rows, torch.ones_like(rows)] if record else [rows]
         totals = [torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device) for _ in weights]
@@ -290,7 +298,7 @@ class Trial:
             weights = []
             for output, ways in by_row:
                 dim, owners = ways[min(way, len(ways) - 1)]
-                theirs = (owners == row).nonzero().flatten().to(output.device)
+                theirs = (owners // self.group == row).nonzero().flatten().to(output.device)
                 weight = torch.zeros_like(output)
                 weights.append(weight.index_copy_(dim, theirs, _weights(output).index_select(dim, theirs)))
             spent = way + 1 == possible and (self.large or self.subject.compiled)
@@ -309,7 +317,7 @@ class Trial:
 
     def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
         with _without_autocast(self.subject.names):
-            for choice in choose(tape.uses):
+            for choice in choose(in_units(tape.uses, self.group)):
                 if all(_is_zero_beside(use, row) for use in choice.uses):
                     continue
                 others, _ = _norms_sq(choice)
@@ -333,7 +341,7 @@ def _values(output: Tensor, weight: Tensor, kept: Tensor) -> Measured:
 
 def _is_zero_beside(use: Use, row: int) -> bool:
     """Return whether the gradient at a use's output is zero in all rows but one, so that those of parameters are."""
-    if use.grad is None or isinstance(use, FormedUse | ModuleUse):
+    if use.grad is None or isinstance(use, FormedUse | ModuleUse | UnitUse):
         return False
     return not bool(use.grad[:row].any()) and not bool(use.grad[row + 1 :].any())
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpcore.errors import PrivacyError
 from dpcore.rules.linear import wide
-from dpcore.tape.uses import Use, WrappedUse
+from dpcore.tape.uses import Use, WrappedUse, in_units
 
 
 class GradSampleOwner(Protocol):
@@ -56,7 +56,7 @@ class _Rest(WrappedUse):
 
 @dataclass
 class Iteration:
-    """``uses`` of a backward pass over ``batch_size`` examples.
+    """``uses``, by rows, of a backward pass over ``batch_size`` examples of ``group`` rows each.
 
     ``given``: per-sample gradients [B, *param.shape] that were read (and may have been changed in place since) or
     provided; they take the place of the recorded ones.
@@ -71,13 +71,14 @@ class Iteration:
     """The part of ``p.grad`` that it has added so far."""
     inputs: list[Tensor] = field(default_factory=list)
     """The tensors that the module was called with."""
+    group: int = 1
 
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape], formed when first read; zeros where the loss does not depend on the parameter."""
         self._refresh(param)
         if param not in self.given:
             with torch.no_grad():
-                uses = self._uses_of(param) if param.numel() else []
+                uses = in_units(self._uses_of(param) if param.numel() else [], self.group)
                 parts = [use.grad_sample(param) for use in uses if use.grad is not None]
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 total = torch.zeros((self.batch_size, *param.shape), dtype=dtype, device=param.device)
@@ -116,9 +117,10 @@ class Iteration:
         """The uses that yield the clipped sum: recorded ones, and in their place what was read or given."""
         for param in list(self._formed):
             self._refresh(param)
+        uses = in_units(self.uses, self.group)
         if not self.given:
-            return self.uses
-        rest = [_Rest(use, self.given) for use in self.uses]
+            return uses
+        rest = [_Rest(use, self.given) for use in uses]
         return [*(use for use in rest if use.params), *(_Given(p, t) for p, t in self.given.items())]
 
 

@@ -18,11 +18,16 @@ from dpcore.tape.tape import Tape, started_with
 class BackwardPasses:
     """Makes a waiting batch of all recorded calls that a backward pass reaches.
 
-    ``ordinary``: forms ordinary gradients, None where nobody asked for them.
+    ``ordinary``: forms ordinary gradients, None where nobody asked for them. ``group``: rows of an example.
     """
 
     def __init__(
-        self, loss_reduction: str, losses: LossCheck, waiting: WaitingBatches, ordinary: OrdinaryGradients | None
+        self,
+        loss_reduction: str,
+        losses: LossCheck,
+        waiting: WaitingBatches,
+        ordinary: OrdinaryGradients | None,
+        group: int,
     ) -> None:
         self.accumulation_allowed = True
         """Whether a second backward pass may come before the step."""
@@ -32,6 +37,7 @@ class BackwardPasses:
         self._losses = losses
         self._waiting = waiting
         self._ordinary = ordinary
+        self._group = group
         self._reached: dict[int, list[Tape]] = {}
         """Tapes, by the backward pass under way that has reached them. A pass that failed stays here."""
         self._reduction_seen = False
@@ -97,8 +103,8 @@ class BackwardPasses:
                 "apart by example: rows of the same number are one example. Give every call as many rows (as many "
                 "made-up examples as real ones, torch.randn(len(x), ...), say), and one loss to all of them."
             )
-        size = sizes.pop()
-        iteration = Iteration([use for tape in new for use in tape.uses], size)
+        size = sizes.pop() // self._group
+        iteration = Iteration([use for tape in new for use in tape.uses], size, group=self._group)
         iteration.inputs = [tensor for tape in new for tensor in tape.inputs]
         for tape in new:
             tape.iteration = iteration

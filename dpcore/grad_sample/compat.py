@@ -25,13 +25,19 @@ class _Measured(AbstractGradSampleHooks):
         force_functorch: bool = False,
         max_grad_norm: float | None = None,
         use_ghost_clipping: bool = True,
+        group: int = 1,
     ) -> None:
         """``max_grad_norm``: for :meth:`get_clipping_coef`; an optimiser with another bound is refused.
 
         ``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer.
         """
         super().__init__(  # type: ignore[call-arg]
-            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            ordinary_grad=False,
+            group=group,
         )
         self.max_grad_norm = max_grad_norm
 
@@ -65,8 +71,8 @@ class GradSampleHooksFastGradientClipping(_Measured, GradSampleHooks):
 class GradSampleModuleExpandedWeights(GradSampleModule):
     """:class:`GradSampleModule` under the name of another mode; the gradients are the same."""
 
-    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
-        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean", group: int = 1) -> None:
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, group=group)
 
 
 class GradSampleModuleFastGradientClipping(_Measured, GradSampleModule):

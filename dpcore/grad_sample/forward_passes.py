@@ -30,7 +30,10 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ForwardPasses:
-    """Records calls of ``module`` for the trained parameters ``names``; ``backward`` is told what is reached."""
+    """Records calls of ``module`` for the trained parameters ``names``; ``backward`` is told what is reached.
+
+    ``group``: rows of an example.
+    """
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class ForwardPasses:
         mean_loss: bool,
         losses: LossCheck,
         backward: BackwardPasses,
+        group: int,
     ) -> None:
         self.count = 0
         """How many calls were recorded."""
@@ -47,10 +51,11 @@ class ForwardPasses:
         self._mean_loss = mean_loss
         self._losses = losses
         self._backward = backward
+        self.group = group
         self._layout = Layout(module, custom_fallbacks(module))
         self._kinds: set[tuple[Any, ...]] = set()
         self._batch_norms = batch_norms(module)
-        self.isolation = IsolationCheck(module, names, self._layout)
+        self.isolation = IsolationCheck(module, names, self._layout, group)
 
     def check_batch_norms(self) -> None:
         """Raise UnsupportedError where a pass would put the batch's statistics into buffers, without noise.
@@ -85,7 +90,9 @@ class ForwardPasses:
         """Run a recorded call: its tape, and what was returned."""
         kind, due = self._prepare(call, given, batch_size, name)
         self.count += 1
-        tape = self._layout.tape(self._names, batch_size, float(batch_size) if self._mean_loss else 1.0)
+        # A row's share in a mean loss, or in a sum, becomes its share in the mean over its example's rows.
+        scale = (batch_size if self._mean_loss else 1.0) / self.group
+        tape = self._layout.tape(self._names, batch_size, scale)
         tape.number, tape.on_fire, tape.on_again = self.count, self._backward.reach, self._again
         tape.drops_activations = self._layout.drops_activations
         tape.inputs = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]
@@ -150,7 +157,8 @@ class ForwardPasses:
         self.isolation.begin_anew()
 
     def _look(self, call: Call, given: Given, batch_size: int, again: bool = False) -> None:
-        of = looks(self._module, lambda batch: call(*batch[0], **batch[1]), given, batch_size, again)
+        run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
+        of = looks(self._module, run, given, batch_size, again, self.group)
         self._layout.learn(self._names, *of, again=again)
 
 

@@ -81,6 +81,8 @@ class GradSampleModule(AbstractGradSampleModule):
         force_functorch: Accepted for compatibility; rules and vmap give the same gradients.
         ordinary_grad: Whether ``p.grad`` is the ordinary gradient between ``backward()`` and ``step()``. False: None,
             which costs nothing.
+        group: K, how many rows that follow each other are one example, whose gradient is that of the mean of its rows'
+            losses; ``p.grad_sample`` then is [B / K, *p.shape].
 
     Raises:
         UnsupportedError: the module mixes examples, is compiled, or cannot be recorded.
@@ -99,11 +101,17 @@ class GradSampleModule(AbstractGradSampleModule):
         strict: bool = True,
         force_functorch: bool = False,
         ordinary_grad: bool = True,
+        group: int = 1,
     ) -> None:
         """Wrap ``m``; see the class."""
         nn.Module.__init__(self)
         self._setup(
-            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            ordinary_grad=ordinary_grad,
+            group=group,
         )
         self._open_entrances((lambda: self) if self.lives_with_module else weakref.ref(self))
 
@@ -111,6 +119,6 @@ class GradSampleModule(AbstractGradSampleModule):
 class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
     """Records nothing: the user's loop sets ``p.grad_sample`` itself."""
 
-    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean", group: int = 1) -> None:
         nn.Module.__init__(self)
-        GradSampleHooksNoOp.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
+        GradSampleHooksNoOp.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction, group=group)

@@ -23,6 +23,7 @@ from dpcore.grad_sample.forward_passes import ForwardPasses, batch_brought_first
 from dpcore.grad_sample.ordinary_gradients import LoopsGradients, OrdinaryGradients
 from dpcore.grad_sample.waiting import WaitingBatches
 from dpcore.microbatch import ragged
+from dpcore.privacy_unit import check_group, units_in
 from dpcore.tape.checkpointing import CHECKPOINTING
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
@@ -37,7 +38,8 @@ class AbstractGradSampleHooks:
     ``batch_first`` False: the module's inputs are [T, B, ...] (lengths and the like [B]). ``loss_reduction``: "mean" or
     "sum", what the user's loss does over the batch. ``ordinary_grad``: whether ``p.grad`` is the ordinary gradient of
     the batch between ``backward()`` and the optimiser's step; forming it costs about what an ordinary backward pass
-    does for its weights. ``p.grad_sample`` is formed when it is read, in either case.
+    does for its weights. ``p.grad_sample`` is formed when it is read, in either case. ``group``: how many rows that
+    follow each other are one example (:mod:`dpcore.privacy_unit`).
     """
 
     _module: nn.Module
@@ -48,10 +50,18 @@ class AbstractGradSampleHooks:
     """True once all attributes have their first values."""
 
     def _setup(
-        self, m: nn.Module, *, batch_first: bool, loss_reduction: str, strict: bool, ordinary_grad: bool
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool,
+        loss_reduction: str,
+        strict: bool,
+        ordinary_grad: bool,
+        group: int,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
+        group = check_group(group)
         self.validate(m, strict=strict)
         refuse_compiled(m)
         check_recordable(m)
@@ -72,11 +82,11 @@ class AbstractGradSampleHooks:
         self._waiting = WaitingBatches(self._names, kept=ordinary_grad)
         mean, params = loss_reduction == "mean", [*self.trained.values()]
         self.ordinary_gradients = self._gradients_kind(params, mean, self._waiting)
-        self.losses = LossCheck(loss_reduction)
+        self.losses = LossCheck(loss_reduction, group)
         self._backward_passes = BackwardPasses(
-            loss_reduction, self.losses, self._waiting, self.ordinary_gradients if ordinary_grad else None
+            loss_reduction, self.losses, self._waiting, self.ordinary_gradients if ordinary_grad else None, group
         )
-        self._forward_passes = ForwardPasses(m, self._names, mean, self.losses, self._backward_passes)
+        self._forward_passes = ForwardPasses(m, self._names, mean, self.losses, self._backward_passes, group)
         self.isolation = self._forward_passes.isolation
         for param in self.trained.values():
             set_owner(param, self)
@@ -118,6 +128,7 @@ class AbstractGradSampleHooks:
         if not self.batch_first:
             call, given = batch_brought_first(call, given)
         batch_size = ragged.batch_size(self._module, given)
+        units_in(batch_size, self.group)
         if not batch_size and not self._forward_passes.sharded:
             return self._run_empty(call, *given)
         output = self._forward_passes.record(call, given, batch_size, name)
@@ -173,6 +184,11 @@ class AbstractGradSampleHooks:
     def record_empty_batch(self) -> None:
         """Make an empty batch a step without running the module, which may not take one."""
         self._waiting.empty.note(object())
+
+    @property
+    def group(self) -> int:
+        """How many rows that follow each other are one example."""
+        return self._forward_passes.group
 
     @property
     def calls(self) -> int:
@@ -317,10 +333,16 @@ class GradSampleHooks(AbstractGradSampleHooks):
         strict: bool = True,
         force_functorch: bool = False,
         ordinary_grad: bool = True,
+        group: int = 1,
     ) -> None:
         """``force_functorch`` is accepted and changes nothing: rules and vmap give the same gradients."""
         self._setup(
-            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            ordinary_grad=ordinary_grad,
+            group=group,
         )
         self._open_entrances(lambda: self)  # which keep it as long as the module
 
@@ -345,8 +367,15 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
 
     _gradients_kind = LoopsGradients
 
-    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
-        self._setup(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=True, ordinary_grad=False)
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean", group: int = 1) -> None:
+        self._setup(
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=True,
+            ordinary_grad=False,
+            group=group,
+        )
         self.hooks_enabled = False
 
     def take(self) -> Iterator[tuple[list[Use], int]]:

@@ -12,6 +12,7 @@ from dpcore.grad_sample.backward_pass import Iteration
 from dpcore.grad_sample.waiting import WaitingBatches
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.planner import choose
+from dpcore.tape.uses import in_units
 
 
 class OrdinaryGradients:
@@ -47,10 +48,13 @@ class OrdinaryGradients:
 
     @torch.no_grad()
     def _sums(self, iteration: Iteration) -> Iterator[tuple[Parameter, Tensor]]:
-        """Yield every parameter and Σ_i g_i, divided by the batch's length for a mean loss."""
+        """Yield every parameter and Σ_i g_i, divided by the batch's length for a mean loss.
+
+        (A sum goes over all rows, of which g_i is the mean of an example's.)
+        """
         size = iteration.batch_size
-        weight = 1.0 / max(size, 1) if self._mean_loss else 1.0
-        choices = {choice.param: choice for choice in choose(iteration.uses)}
+        weight = 1.0 / max(size, 1) if self._mean_loss else float(iteration.group)
+        choices = {choice.param: choice for choice in choose(in_units(iteration.uses, iteration.group))}
         for param in self._params:
             dtype = torch.promote_types(param.dtype, torch.float32)
             total = torch.zeros(param.shape, dtype=dtype, device=param.device)

@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.loading.units import Views
 
 
 def check_whole(loader: DataLoader[Any], distributed: bool) -> None:
@@ -69,7 +70,7 @@ def check_data_set(dataset: Any) -> None:
 
 
 def _parts(dataset: Any, places: np.ndarray | None) -> Iterator[tuple[Any, np.ndarray | None]]:
-    """Yield the data sets behind torch's Subset and ConcatDataset, and which of their places are used; None: all."""
+    """Yield the data sets behind Views, Subset and ConcatDataset, and which of their places are used; None: all."""
     if isinstance(dataset, Subset):
         chosen = np.array([int(i) for i in dataset.indices], dtype=np.int64)
         yield from _parts(dataset.dataset, chosen if places is None else chosen[places])
@@ -79,6 +80,8 @@ def _parts(dataset: Any, places: np.ndarray | None) -> Iterator[tuple[Any, np.nd
         for part, stop in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
             yield from _parts(part, places[(places >= start) & (places < stop)] - start)
             start = stop
+    elif isinstance(dataset, Views):
+        yield from _parts(dataset.dataset, places)
     else:
         yield dataset, places
 

@@ -11,21 +11,23 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpcore.errors import PrivacyError
 from dpcore.loading.ledger import Source, hand_out
+from dpcore.loading.units import rows_per_unit
+from dpcore.privacy_unit import units_in
 from dpcore.tree import batch_length
 
 
 class _Made(NamedTuple):
-    """A collated batch, and how many examples it is made of.
+    """A collated batch, and how many rows it is made of.
 
     (torch pins the memory of a named tuple's parts.)
     """
 
     batch: Any
-    examples: int
+    rows: int
 
 
 class _Counted:
-    """A ``collate`` that hands on how many examples a batch is made of, from a worker process too."""
+    """A ``collate`` that hands on how many rows a batch is made of, from a worker process too."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -97,22 +99,23 @@ class CountingDataLoader(DataLoader[Any]):
             self.collate_fn, vars(self)["batch_sampler"] = collate, sampler
         # Persistent workers go on with the iterator of the first round.
         drawn = getattr(made, "_index_sampler", None)
+        each = rows_per_unit(self.dataset) or 1
         for batch in made:
-            examples = None
+            rows = None
             if isinstance(batch, _Made):
-                batch, examples = batch
+                batch, rows = batch
             if isinstance(drawn, _Distinct) and getattr(self, "in_order", True):
-                _check_data_set(drawn.sizes.popleft(), examples)
+                _check_data_set(drawn.sizes.popleft() * each, rows)
             draw = self._take(begun)
-            examples = batch_length(batch) if examples is None else examples
-            hand_out(self, self.handed_out, self.source, draw, examples)
+            rows = batch_length(batch) if rows is None else rows
+            hand_out(self, self.handed_out, self.source, draw, units_in(rows, each))
             yield batch
 
 
-def _check_data_set(indices: int, examples: int | None) -> None:
-    if indices != examples:
+def _check_data_set(wanted: int, rows: int | None) -> None:
+    if wanted != rows:
         raise PrivacyError(
-            f"The data set gave {examples} examples for {indices} indices, so an index stands for several rows, each "
+            f"The data set gave {rows} examples for {wanted} indices, so an index stands for several rows, each "
             "of which would be clipped by itself. Let __getitem__ and __getitems__ return one example for every index."
         )
 

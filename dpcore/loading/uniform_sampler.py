@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from dpcore.arguments import check_number
-from dpcore.secret_seeds import draw_seed
+from dpcore.secret_seeds import check_seed, draw_seed
 
 MANY_STEPS = 1 - 1e-12
+MOST_RULE = "it must be a whole number, at least 1"
 
 
 def steps_per_epoch(sample_rate: float) -> int:
@@ -28,12 +29,18 @@ def drawn_seed(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
+def overflow(examples: int, sample_rate: float, most: int | None) -> float:
+    """Return a bound of the chance that a Poisson batch is longer than ``most``, with one example more, too."""
+    return 0.0 if most is None else min(1.0, float(scipy.stats.binom.sf(most, examples + 1, sample_rate)) * (1 + 1e-9))
+
+
 class UniformWithReplacementSampler(Sampler[list[int]]):
     """A sampler of Poisson batches: ``steps`` lists of indices a round; list k of its life is a function of (seed, k).
 
     The size is Binomial(num_samples, sample_rate), drawn exactly, and the members are a uniform subset: the same
     distribution as one coin per example, in time proportional to the batch, and exact for any rate (float32 coins turn
-    1e-7 into 1.19e-7).
+    1e-7 into 1.19e-7). A copy, by ``copy.deepcopy`` or pickle, draws other batches, of a secret seed; to go on with the
+    same ones, use :meth:`state_dict`.
 
     Args:
         num_samples: How many examples there are.
@@ -42,9 +49,10 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         steps: Batches a round; None: ceil(1 / sample_rate).
         secure: Whether to draw from the operating system's cryptographic generator instead of a seed.
         generator: Draws the seed, in place of ``seed``.
+        max_batch_size: The most examples of a batch; of a longer one so many are kept, at random.
 
     Raises:
-        ValueError: there is no example, or the rate is not in (0, 1].
+        ValueError: there is no example, or a number is out of its range.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         steps: int | None = None,
         secure: bool = False,
         generator: torch.Generator | None = None,
+        max_batch_size: int | None = None,
     ) -> None:
         if generator is not None:
             seed = drawn_seed(generator)
@@ -66,22 +75,24 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.sample_rate = sample_rate
         self.steps = steps_per_epoch(sample_rate) if steps is None else int(steps)
         self.seed: int
-        self._is_chosen = seed is not None
         if seed is None:
             draw_seed(self)
         else:
-            self.seed = int(seed)
+            self.seed = check_seed(seed)
         self.secure = secure
+        self.max_batch_size: int | None = None
+        if max_batch_size is not None:
+            most = check_number("max_batch_size", max_batch_size, lambda b: b >= 1 and b % 1 == 0, MOST_RULE)
+            self.max_batch_size = int(most)
         self.drawn = 0
         self._generator: torch.Generator | None = generator
         self._left = 0
         self._resumed: int | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Draw a secret seed anew in a copy: two models on the same batches spend more than two on their own."""
+        """Draw a secret seed in a copy: two models on the same batches spend more than two on their own."""
         self.__dict__.update(state, _generator=None)
-        if not self._is_chosen:
-            draw_seed(self)
+        draw_seed(self)
 
     @property
     def generator(self) -> torch.Generator:
@@ -113,10 +124,19 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             system = random.SystemRandom()
             # In (0, 1]: the quantile of 0 is -1, which is no size.
             size = int(scipy.stats.binom.ppf(1.0 - system.random(), count, self.sample_rate))
-            return system.sample(range(count), size)
+            return system.sample(range(count), self._kept(size))
         generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(stream)))
         size = int(generator.binomial(count, self.sample_rate))
-        return generator.choice(count, size, replace=False).tolist()
+        return generator.choice(count, self._kept(size), replace=False).tolist()
+
+    def _kept(self, size: int) -> int:
+        """How many are left of so many: a part of a uniform subset, chosen uniformly, is a uniform subset, too."""
+        return size if self.max_batch_size is None else min(size, self.max_batch_size)
+
+    @property
+    def overflow(self) -> float:
+        """A bound of the chance that a batch is cut, with one example more, too."""
+        return overflow(self.num_samples, self.sample_rate, self.max_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Accepted for compatibility and ignored: every list is drawn afresh."""

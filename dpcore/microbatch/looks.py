@@ -35,7 +35,7 @@ class Look:
 
 
 def looks(
-    model: nn.Module, call: Callable[[Any], Any], batch: Any, batch_size: int, again: bool = False
+    model: nn.Module, call: Callable[[Any], Any], batch: Any, batch_size: int, again: bool = False, group: int = 1
 ) -> tuple[list[Look], list[Callable[[int], Any]]]:
     """Return ways to look at a model, of which the first that it does not fail on counts, and variants of the first.
 
@@ -45,11 +45,13 @@ def looks(
         batch: Its arguments.
         batch_size: How many examples it has.
         again: Whether it was looked at on copies of one example already.
+        group: Rows of a unit, of which all looks have whole ones.
     """
     taken = _lengths(batch, batch_size, model)
     as_it_is = Look(lambda _: call(_cloned(batch)), () if batch_size in taken else (batch_size,))
     if again and not ragged.is_ragged(model, batch):
-        free = (n for n in itertools.count(max(batch_size, FEWEST_OF_FEW)) if n not in taken)
+        fewest = -(-max(batch_size, FEWEST_OF_FEW) // group) * group
+        free = (n for n in itertools.count(fewest, group) if n not in taken)
         every = Look(lambda n: call(_repeated(batch, batch_size, n)), (next(free), next(free)))
         return [every, as_it_is], []
 
@@ -62,7 +64,7 @@ def looks(
     # Few copies are more often as many as another dimension of the model's is long: then more of them.
     for fewest in (FEWEST,) if batch_size >= FEWEST else (FEWEST_OF_FEW, FEWEST):
         primes = (n for n in itertools.count(fewest, 2) if all(n % k for k in range(3, n, 2)))
-        free = (n for n in primes if n not in taken and n != batch_size)
+        free = (n * group for n in primes if n * group not in taken and n * group != batch_size)
         found.append(Look(run, (next(free), next(free))))
     return [*found, as_it_is], variants
 

@@ -20,7 +20,10 @@ from dpcore.private_setup import FACTORS, Setup, run_seed
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from dpcore.validators import ModuleValidator
 
-MAY_BE_UNKNOWN = ("batch_first", "rand_on_empty", "wrap_model", "grad_sample_mode", "max_grad_norm", "criterion")
+MAY_BE_UNKNOWN = (
+    *("batch_first", "rand_on_empty", "wrap_model", "grad_sample_mode", "max_grad_norm", "criterion"),
+    "group",
+)
 """Arguments that older versions did not pass, so that an override need not take them."""
 
 
@@ -51,13 +54,13 @@ class ExtensionPoints:
         loss_reduction: str = "mean",
         grad_sample_mode: str = DEFAULT_MODE,
         wrap_model: bool = True,
+        group: int = 1,
     ) -> Any:
         ModuleValidator.validate(module, strict=True)
         if isinstance(module, AbstractGradSampleHooks):
             return module
-        return prepare_module(
-            module, grad_sample_mode, wrap_model, batch_first=batch_first, loss_reduction=loss_reduction
-        )
+        options: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "group": group}
+        return prepare_module(module, grad_sample_mode, wrap_model, **options)
 
     def _prepare_data_loader(
         self,
@@ -183,7 +186,7 @@ class ExtendedSetup(Setup):
             return super().recorded()
         names = ("batch_first", "max_grad_norm", "loss_reduction", "grad_sample_mode", "wrap_model")
         options = {name: self.settings[name] for name in names}  # type: ignore[literal-required]
-        made = _called(self.engine._prepare_model, self.module, **options)
+        made = _called(self.engine._prepare_model, self.module, group=self.group, **options)
         if not isinstance(made, AbstractGradSampleHooks):
             raise PrivacyError(
                 f"{type(self.engine).__name__}._prepare_model() returned a {type(made).__name__}, which records no "

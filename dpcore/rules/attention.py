@@ -72,6 +72,11 @@ class StackedUse(Use):
         use.grad = next((b.grad for b, _ in use.blocks if b.grad is not None), None)
         return use
 
+    def of_units(self, group: int) -> StackedUse:
+        use = StackedUse([(block.of_units(group), rows) for block, rows in self._live()])
+        use.grad = use.blocks[0][0].grad
+        return use
+
     def stash_bytes(self) -> int:
         return sum(block.stash_bytes() for block, _ in self.blocks)
 

@@ -255,6 +255,12 @@ class EmbeddingUse(Use):
             use._limits = self._limits.rows(self.grad, index, use.grad)
         return use
 
+    def of_units(self, group: int) -> EmbeddingUse:
+        ids, g = self.ids(), self.grad
+        use = EmbeddingUse(self.name, ids.reshape(len(ids) // group, -1), self.params[0], self.padding_idx)
+        use.grad = None if g is None else g.reshape(*use.ids().shape, -1)
+        return use
+
     def stash_bytes(self) -> int:
         ids = self._ids.tensor
         pooled = self.grad is not None and _is_pooled(self.grad)

@@ -301,6 +301,17 @@ class ContractionUse(Use):
         use._limits = {p: limits.rows(self.grad, index, use.grad) for p, limits in self._limits.items()}
         return use
 
+    def of_units(self, group: int) -> ContractionUse:
+        def joined(tensor: Tensor) -> Tensor:
+            """[B / group, group * T, ...]: the rows' positions are the unit's."""
+            tensor = self._batch_first(tensor.detach())
+            return tensor.reshape(len(tensor) // group, -1, tensor.shape[-1])
+
+        inputs = {p: joined(saved.get(self.name)) for p, saved in self._inputs.items()}
+        use = ContractionUse(self.name, inputs, self.params[len(inputs) :], turned=self.turned)
+        use.grad, use.sequential = None if self.grad is None else joined(self.grad), self.sequential
+        return use
+
     def stash_bytes(self) -> int:
         inputs = sum(saved.tensor.nbytes for saved in self._inputs.values())
         return inputs + (0 if self.grad is None else self.grad.nbytes)

@@ -215,6 +215,9 @@ class ThroughUse(Use):
     def rows(self, index: Tensor, dtype: torch.dtype) -> ThroughUse:
         return ThroughUse(self.use.rows(index, dtype), self.stands)
 
+    def of_units(self, group: int) -> ThroughUse:
+        return ThroughUse(self.use.of_units(group), self.stands)
+
     def stash_bytes(self) -> int:
         return self.use.stash_bytes()
 

@@ -124,6 +124,9 @@ class DroppedUse(WrappedUse):
         part._formed = {p: formed.index_select(0, index).to(dtype) for p, formed in self._formed.items()}
         return part
 
+    def of_units(self, group: int) -> Use:
+        return super().of_units(group) if self._formed else self.use.of_units(group)
+
     def stash_bytes(self) -> int:
         return sum(f.nbytes for f in self._formed.values()) + (0 if self.use.grad is None else self.use.stash_bytes())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from dpcore.errors import UnsupportedError
 from dpcore.native.parts import Part
 from dpcore.native.products import Product
-from dpcore.numerics.rounding import SquaredNorm
+from dpcore.numerics.rounding import SquaredNorm, squares
+from dpcore.privacy_unit import rows_of
 
 Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """``handler(tape, function, args, kwargs)``: what the call of a torch function returns while a tape is active."""
@@ -147,6 +148,10 @@ class Use:
         part.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
         return part
 
+    def of_units(self, group: int) -> Use:
+        """The same application to units of ``group`` rows that follow each other, whose gradients add up."""
+        return UnitUse(self, group)
+
     def stash_bytes(self) -> int:
         """Bytes of inputs and output gradients that this application holds for the batch."""
         inputs = sum(value.tensor.nbytes for value in vars(self).values() if isinstance(value, Saved))
@@ -183,6 +188,66 @@ class WrappedUse(Use):
 
     def stash_bytes(self) -> int:
         return self.use.stash_bytes()
+
+
+def in_units(uses: Iterable[Use], group: int) -> list[Use]:
+    """Uses by rows as those of units of ``group`` rows, after the backward pass; without those that it did not reach.
+
+    Here rows become units, for every rule: what comes before knows rows alone, and what comes behind units.
+    """
+    return list(uses) if group == 1 else [use.of_units(group) for use in uses if use.grad is not None]
+
+
+class UnitUse(WrappedUse):
+    """A ``use`` by rows as one by units of ``group`` rows, of any rule: the rows' gradients are formed and added up."""
+
+    def __init__(self, use: Use, group: int) -> None:
+        super().__init__(use)
+        self.group = group
+        self.sequential = use.sequential
+        assert use.grad is not None
+        self.grad = use.grad.unflatten(0, (-1, group))
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        return squares(self.grad_sample(param).flatten(1))
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        return self.use.grad_sample(param).unflatten(0, (-1, self.group)).sum(1)
+
+    def takes_turns(self, param: Parameter) -> bool:
+        # Also where rows' gradients would not be formed: those of all rows may be more than memory holds.
+        return self.use.takes_turns(param) or self.use.ghost_is_cheaper(param)
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        dtype, rows = (
+            torch.promote_types(param.dtype, torch.float32),
+            rows_of(torch.tensor([i], device=param.device), self.group),
+        )
+        one, out = self.use.rows(rows, dtype), torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        if self._adds_up:
+            one.add_clipped_sum(param, out.new_ones(self.group), out)
+            return out
+        return out.add_(one.grad_sample(param).sum(0))
+
+    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
+        out += self.example(param, i)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        if self._adds_up:
+            self.use.add_clipped_sum(param, factors.repeat_interleave(self.group), out)
+        else:
+            out += torch.tensordot(factors, self.grad_sample(param).to(factors.dtype), dims=1)
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        return False
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> UnitUse:
+        return UnitUse(self.use.rows(rows_of(index, self.group), dtype), self.group)
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the rule adds up gradients of rows without forming each."""
+        return type(self.use).add_clipped_sum is not Use.add_clipped_sum
 
 
 class FormedUse(Use):

@@ -15,11 +15,13 @@ from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
 from dpcore.loading.ledger import name_of
+from dpcore.loading.units import rows_per_unit
 from dpcore.microbatch.layout import FEWEST_AT_FIRST
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import MicroBatches
 from dpcore.optimizers.logical_batch import Piece
 from dpcore.optimizers.optimizer import DPOptimizer
+from dpcore.privacy_unit import units_in
 from dpcore.tree import batch_length, flatten
 
 AUTO = "auto"
@@ -55,6 +57,7 @@ class PiecewiseLoader:
         self._counts_batches = counts_batches or max_physical_batch_size == AUTO
         self._plans: dict[Any, MicroBatches] = {}
         self._batches = itertools.count()
+        self._rows = rows_per_unit(getattr(loader, "dataset", None)) or 1  # of an example, in a batch
         optimizer.plans_pieces = max_physical_batch_size == AUTO
 
     def __repr__(self) -> str:
@@ -77,7 +80,7 @@ class PiecewiseLoader:
 
     def _planned_pieces(self, batch: Any, name: Any) -> Iterator[Any]:
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
-        length, start = batch_length(batch), 0
+        length, start = self._length(batch), 0
         first = True
         while True:
             rest = length - start
@@ -96,17 +99,20 @@ class PiecewiseLoader:
         return pieces if self._in_step is None else self._in_step.largest(pieces)
 
     def _pieces(self, batch: Any, name: Any, size: int) -> Iterator[Any]:
-        length = batch_length(batch)
+        length = self._length(batch)
         pieces = self._of_all_ranks(max(1, -(-length // size)))
         for k in range(pieces):
-            rows = slice(k * length // pieces, (k + 1) * length // pieces)
-            yield self._hand_out(batch, rows, name, k == 0, k + 1 < pieces)
+            examples = slice(k * length // pieces, (k + 1) * length // pieces)
+            yield self._hand_out(batch, examples, name, k == 0, k + 1 < pieces)
 
-    def _hand_out(self, batch: Any, rows: slice, name: Any, first: bool, goes_on: bool) -> Any:
+    def _length(self, batch: Any) -> int:
+        return units_in(batch_length(batch), self._rows)
+
+    def _hand_out(self, batch: Any, examples: slice, name: Any, first: bool, goes_on: bool) -> Any:
         """Return a piece; its name is announced with it."""
-        piece = cut(batch, rows)
+        piece = cut(batch, slice(examples.start * self._rows, examples.stop * self._rows))
         tensors = tuple(ref(leaf) for leaf in flatten(piece)[0] if isinstance(leaf, Tensor) and leaf.dim())
-        self.optimizer.hand_out(Piece(name, rows.stop - rows.start, first, goes_on, tensors=tensors))
+        self.optimizer.hand_out(Piece(name, examples.stop - examples.start, first, goes_on, tensors=tensors))
         return piece
 
     def __len__(self) -> int:

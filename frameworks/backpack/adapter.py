@@ -35,7 +35,7 @@ class Backpack(TorchAdapter):
     """
 
     memory_format = torch.contiguous_format
-    own_modules = torch_models.Own(table=None)
+    own_modules = torch_models.Own(table=None, views=False)
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if not setting.private:

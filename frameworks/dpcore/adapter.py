@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class Dpcore(TorchAdapter):
             # The engine tries out once per model what mixes examples and what is fastest, or compiles it, as other
             # contestants compile once: the model gets its weights back, and the engine what else it was given.
             self.configure(task, setting)
-            self.model = kept.model
+            self.model = self.whole
             torch_models.load_parameters(self.model, task, initial)
             kept.accumulator.set_bounds(setting.max_grad_norm)
             kept.noise_multiplier, kept.expected_batch_size = setting.noise_multiplier, setting.batch_size
@@ -55,17 +56,18 @@ class Dpcore(TorchAdapter):
             kept.noise, kept.steps = GaussianNoise(setting.seed), 0
             return
         self.configure(task, setting)
-        self.model = self.network(initial)
+        self.model = self.whole = self.network(initial)
         try:
             self.engine = Engine(
-                self.model,
-                torch_models.loss_fn(task),
+                self.by_rows(),
+                self.losses_of_rows(),
                 max_grad_norm=setting.max_grad_norm,
                 noise_multiplier=setting.noise_multiplier,
                 expected_batch_size=setting.batch_size,
                 optimizer=self.optimizer(),
                 noise=GaussianNoise(setting.seed),
                 compile=self.graphs,
+                group=task.views,
             )
         except UnsupportedError as error:
             self.engine = None
@@ -83,6 +85,18 @@ class Dpcore(TorchAdapter):
             raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
         self.own = None
 
+    def by_rows(self) -> torch.nn.Module:
+        """The network behind the layer that makes several rows of an example, which are one unit."""
+        return self.model[1:] if self.task.views > 1 else self.model
+
+    def losses_of_rows(self) -> torch_models.Loss:
+        task = self.task
+        return torch_models.loss_fn(replace(task, layers=task.layers[1:]) if task.views > 1 else task)
+
+    def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = super().batch(indices)
+        return (x, y) if self.task.views == 1 else (self.model[0](x), y.repeat_interleave(self.task.views))
+
     def optimizer(self) -> torch.optim.Optimizer:
         return optimizers.make(torch_models.trained_parameters(self.model), self.setting, of_sum=False)
 
@@ -94,6 +108,8 @@ class Dpcore(TorchAdapter):
 
     def epoch(self, seed: int) -> int:
         """``make_private`` and its loader; the first epoch's seed also decides the ones that follow."""
+        if self.task.views > 1:
+            raise Unsupported("its own loader draws views at random, by dpcore.views, and not the task's.")
         if self.own is None:
             self.model = self.network(self.parameters())
             losses = torch_models.loss_fn(self.task)
@@ -132,8 +148,8 @@ class Loop(Dpcore):
         self.prepare(setting)
         self.configure(task, setting)
         self.model = self.network(initial)
-        self.losses = torch_models.loss_fn(task)
-        self.wrapped = GradSampleModule(self.model)
+        self.losses = self.losses_of_rows()
+        self.wrapped = GradSampleModule(self.by_rows(), group=task.views)
         self.private = DPOptimizer(
             self.optimizer(),
             noise_multiplier=setting.noise_multiplier,

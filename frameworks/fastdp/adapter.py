@@ -41,7 +41,7 @@ class FastDP(TorchAdapter):
 
     optimizers = optimizers.NAMES
     memory_format = torch.contiguous_format
-    own_modules = torch_models.Own(table=None)
+    own_modules = torch_models.Own(table=None, views=False)
 
     def __init__(self, clipping: str) -> None:
         self.clipping = clipping

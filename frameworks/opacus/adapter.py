@@ -51,7 +51,7 @@ class Opacus(TorchAdapter):
     optimizers = optimizers.NAMES
 
     # Opacus 1.6.0 adds an id that occurs twice in a bag once (NOTES.md), so a table's vectors are summed up outside.
-    own_modules = torch_models.Own(lstm=DPLSTM, table=torch.nn.Embedding)
+    own_modules = torch_models.Own(lstm=DPLSTM, table=torch.nn.Embedding, views=False)
 
     # Opacus 1.6.0 reads channels-last activations wrongly (NOTES.md), so it gets PyTorch's default layout.
     memory_format = torch.contiguous_format

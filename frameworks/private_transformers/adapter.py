@@ -41,7 +41,7 @@ class PrivateTransformers(TorchAdapter):
 
     optimizers = optimizers.NAMES
     memory_format = torch.contiguous_format
-    own_modules = torch_models.Own(table=None)
+    own_modules = torch_models.Own(table=None, views=False)
 
     def __init__(self, mode: str) -> None:
         self.mode = mode

@@ -199,9 +199,19 @@ def _mount() -> None:
 _mount()
 
 
+def _refuse_empty(arguments: list[str]) -> None:
+    """BadInput where a value is empty, as of a variable that was not set: as a folder that would be the current one."""
+    for before, value in zip(["", *arguments], arguments, strict=False):
+        option, _, given = value.partition("=") if value.startswith("--") else (before, "", value)
+        if not given and (not value or value.endswith("=")):
+            what = option if option.startswith("--") else "An argument"
+            raise BadInput(f"{what} is empty: give a value, or leave it out.")
+
+
 def main() -> None:
     """Console script: bad input is one sentence on standard error and exit code 2."""
     try:
+        _refuse_empty(sys.argv[1:])
         standard_output.prepare()
         with standard_output.watched():
             app()

@@ -57,10 +57,12 @@ def frontier(
     from harness.environments import memory_limit
     from harness.environments.venv import VenvBackend
     from harness.plan import registry
+    from harness.plan.e2e import check_numbers
     from harness.run.e2e import command_line
     from harness.run.frontier import FrontierRun, Search, options_of
     from harness.store.folder import RunFolder
 
+    check_numbers({"rounds": rounds}, {"seconds": seconds, "timeout": timeout}, 0, seed)
     if budget is None and device == "cpu":
         budget = BUDGET_GIB
     search = Search(first, largest, resolution, longest_step)

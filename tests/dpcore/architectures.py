@@ -46,10 +46,14 @@ class Batch:
     x: Any
     y: Tensor
 
-    def example(self, i: int) -> Batch:
-        """The batch of example i alone."""
-        x = {k: v[i : i + 1] for k, v in self.x.items()} if isinstance(self.x, dict) else self.x[i : i + 1]
-        return Batch(x, self.y[i : i + 1])
+    def example(self, i: int, group: int = 1) -> Batch:
+        """The batch of example i alone, of ``group`` rows."""
+        return self.rows(torch.arange(i * group, (i + 1) * group))
+
+    def rows(self, index: Tensor) -> Batch:
+        """The batch of these rows [k], of which some may be the same."""
+        x = {k: v[index] for k, v in self.x.items()} if isinstance(self.x, dict) else self.x[index]
+        return Batch(x, self.y[index])
 
     def double(self) -> Batch:
         """The same batch with floating-point inputs in float64."""

@@ -94,13 +94,15 @@ def call(model: Any, x: Any) -> Any:
     return model(**x) if isinstance(x, dict) else model(x)
 
 
-def loop(architecture: Architecture, model: nn.Module, batch: Batch, bound: float | None = None) -> Truth:
-    """One example at a time by torch alone; C is the median norm."""
+def loop(
+    architecture: Architecture, model: nn.Module, batch: Batch, bound: float | None = None, group: int = 1
+) -> Truth:
+    """One example, the mean of its ``group`` rows, at a time by torch alone; C is the median norm."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     each = []
-    for i in range(len(batch.y)):
-        one = batch.example(i)
-        loss = architecture.losses(architecture.scores(call(model, one.x)), one.y).sum()
+    for i in range(len(batch.y) // group):
+        one = batch.example(i, group)
+        loss = architecture.losses(architecture.scores(call(model, one.x)), one.y).mean()
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True, materialize_grads=True)
         each.append({name: g.double() for name, g in zip(trained, found, strict=True)})
     norms = torch.stack([norm(gradients) for gradients in each])
@@ -114,13 +116,14 @@ def _sum(each: Sequence[dict[str, Tensor]], factors: Iterable[Any]) -> dict[str,
 
 
 def by_engine(
-    architecture: Architecture, model: nn.Module, batch: Batch, bound: float
+    architecture: Architecture, model: nn.Module, batch: Batch, bound: float, group: int = 1
 ) -> tuple[dict[str, Tensor], Tensor, Engine]:
     """(the clipped sum, the clip factors, the engine)."""
     engine = Engine(
         model,
         lambda outputs, y: architecture.losses(architecture.scores(outputs), y),
         max_grad_norm=bound,
+        group=group,
     )
     result = engine.clipped_sum(batch.x, batch.y)
     return {name: value.clone() for name, value in result.sums.items()}, result.factors, engine
@@ -139,19 +142,20 @@ class _Criterion(nn.Module):
 
 
 def by_loop(
-    architecture: Architecture, model: nn.Module, batch: Batch, bound: float, mode: str | None
+    architecture: Architecture, model: nn.Module, batch: Batch, bound: float, mode: str | None, group: int = 1
 ) -> dict[str, Tensor]:
     """The gradient that one step of the private loop releases; ``mode`` None: the two lines as they are."""
     criterion = _Criterion(architecture.losses)
     made = PrivacyEngine(seed=1).make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(range(len(batch.y)), batch_size=len(batch.y), collate_fn=lambda rows: batch),
+        data_loader=DataLoader(range(examples := len(batch.y) // group), examples, collate_fn=lambda rows: batch),
         noise_multiplier=0.0,
         max_grad_norm=bound,
         sample_rate=1.0,
         expected_batch_size=1,
         criterion=criterion,
+        group=group,
         **({} if mode is None else {"grad_sample_mode": mode}),
     )
     private, optimizer, *middle, loader = made
@@ -164,13 +168,19 @@ def by_loop(
 
 
 def outcome(
-    architecture: Architecture, expected: Truth, mode: str, factors: Tensor | None, ordinary: float
+    architecture: Architecture,
+    expected: Truth,
+    mode: str,
+    factors: Tensor | None,
+    ordinary: float,
+    batch: Batch,
+    group: int = 1,
 ) -> tuple[Outcome, Tensor | None, Engine | None]:
     """What comes of an architecture in a mode, and from an engine its factors; ``factors``: those of the first mode.
 
     ``ordinary``: the error of torch's own loop under bfloat16 autocast.
     """
-    model, batch, engine = architecture.model(), architecture.batch(), None
+    model, engine = architecture.model(), None
     kind, _, half = mode.partition(", ")
     most = 0.0
     with (
@@ -181,12 +191,13 @@ def outcome(
         warnings.simplefilter("ignore")
         try:
             if kind == "Engine":
-                sums, used, engine = by_engine(architecture, model, batch, expected.bound)
+                sums, used, engine = by_engine(architecture, model, batch, expected.bound, group)
                 factors = factors if half else used
                 if half:
-                    most = max(contribution(engine, batch, i) for i in range(len(batch.y))) / expected.bound
+                    most = max(contribution(engine, batch, i) for i in range(len(used))) / expected.bound
             else:
-                sums = by_loop(architecture, model, batch, expected.bound, None if kind == "two lines" else kind)
+                loop_mode = None if kind == "two lines" else kind
+                sums = by_loop(architecture, model, batch, expected.bound, loop_mode, group)
         except Exception as error:  # whatever it is, it is an outcome
             return _failed(error), None, None
     error = apart = relative_error(sums, expected.clipped)
@@ -199,7 +210,7 @@ def outcome(
 
 def contribution(engine: Engine, batch: Batch, i: int) -> float:
     """The norm of what example i adds to the sum, the others being there and masked."""
-    mask = torch.arange(len(batch.y)) == i
+    mask = torch.arange(len(batch.y) // engine.group) == i
     sums = engine.clipped_sum(batch.x, batch.y, mask).sums
     return float(norm({name: value.double() for name, value in sums.items()}))
 
@@ -212,18 +223,20 @@ def _failed(error: Exception) -> Outcome:
     return Outcome("refused" if refused else "crash", sentence=line)
 
 
-def row(architecture: Architecture, modes: Sequence[str] = MODES) -> Row:
-    """All of an architecture's outcomes."""
+def row(architecture: Architecture, modes: Sequence[str] = MODES, group: int = 1) -> Row:
+    """All of an architecture's outcomes; ``group``: of three examples of so many rows."""
     model, batch = architecture.model(), architecture.batch()
-    expected, outcomes = loop(architecture, architecture.model().double(), batch.double()), {}
-    own = loop(architecture, model, batch, expected.bound)
+    if group > 1:
+        batch = batch.rows(torch.arange(3 * group).flip(0) % len(batch.y))
+    expected, outcomes = loop(architecture, architecture.model().double(), batch.double(), None, group), {}
+    own = loop(architecture, model, batch, expected.bound, group)
     with torch.autocast("cpu", torch.bfloat16):
-        half = loop(architecture, model, batch, expected.bound)
+        half = loop(architecture, model, batch, expected.bound, group)
     ordinary = relative_error(own.clipped, expected.clipped), relative_error(half.clipped, expected.clipped)
     fallbacks: tuple[str, ...] = ()
     factors, lowered = None, 0.0
     for mode in modes:
-        outcomes[mode], factors, engine = outcome(architecture, expected, mode, factors, ordinary[1])
+        outcomes[mode], factors, engine = outcome(architecture, expected, mode, factors, ordinary[1], batch, group)
         if engine is not None and mode == "Engine":
             lines = [line for line in engine.explain().splitlines() if NO_RULE in line]
             fallbacks = tuple(line.partition(NO_RULE)[0] for line in lines)
@@ -317,12 +330,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where the figures go, too")
     parser.add_argument("--only", default="", help="architectures whose name contains this; nothing is written then")
+    parser.add_argument("--group", type=int, default=1, help="rows of an example; nothing is written for several")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for architecture in every():
         if given.only.lower() in architecture.name.lower():
-            rows.append(row(architecture))
+            rows.append(row(architecture, group=given.group))
             print(rows[-1].name, {m: (_cell(o), o.sentence[:300]) for m, o in rows[-1].outcomes.items()}, flush=True)
             print(
                 "   ",
@@ -335,7 +349,7 @@ def main() -> int:
     print(summary(rows))
     if given.json:
         given.json.write_text(json.dumps([asdict(each) for each in rows], indent=1))
-    if not given.only:
+    if not given.only and given.group == 1:
         import peft
         import timm
         import transformers

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import PrivacyEngine, PrivacyError, UnsupportedError, views
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from dpcore.noise import grid_spacing
@@ -117,6 +117,14 @@ def check_sums() -> Any:
 def check_pieces() -> Any:
     """Physical batches of two: the ranks go through different numbers of pieces."""
     return train(1.0, torch.float64, size=2)
+
+
+def check_units() -> Any:
+    """Two equal views of each example, in pieces of three examples: as the examples themselves."""
+    loader = DataLoader(views(data(), None, 2), batch_size=10)
+    found = train(1.0, torch.float64, size=3, loader=loader)
+    assert all(batch[::2] == batch[1::2] for batch in found["batches"])
+    return found | {"batches": [batch[::2] for batch in found["batches"]]}
 
 
 def check_noise() -> Any:

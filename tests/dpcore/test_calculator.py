@@ -58,3 +58,9 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, sentence):
     with pytest.raises(SystemExit) as ended:
         main([arguments[0], *RUN, *arguments[1:]])
     assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_promise_of_nothing_is_said_without_complaints(capsys):
+    """It overflowed, with four warnings of numpy's, and a budget of 1e6 was searched for a minute."""
+    assert re.match(r"epsilon \d{10}", _printed(capsys, "epsilon", *RUN, "--sigma", "0.001", "--epochs", "15"))

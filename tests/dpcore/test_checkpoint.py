@@ -1,5 +1,6 @@
 """Checkpoints: files of earlier versions still continue, and what is saved is what is loaded."""
 
+import pickle
 import warnings
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_a_file_has_the_entries_that_earlier_versions_wrote(tmp_path) -> None:
     before, now = (torch.load(path, weights_only=True) for path in (WRITTEN_BEFORE, tmp_path / "now.pt"))
     assert set(now) - {"cuda_rng", "runs"} == set(before) - {"weights_one_round_later", "epsilon_one_round_later"}
     assert set(now["privacy_state"]) == set(before["privacy_state"])
-    assert now["setting"] == before["setting"] | {"clipping": "flat"}
+    assert now["setting"] == before["setting"] | {"clipping": "flat", "unit": "one example", "max_batch_size": None}
 
 
 def test_settings_of_another_run_are_refused_before_anything_is_changed() -> None:
@@ -207,6 +208,13 @@ def test_a_file_that_is_no_checkpoint_is_one_sentence(tmp_path, content) -> None
     run = Run(seed=1)
     with pytest.raises(ValueError, match=r"no checkpoint of a private run.*PrivacyEngine\.save_checkpoint"):
         run.load(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04 broken off", pickle.dumps(nn.Linear(1, 1))])
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, content) -> None:
+    (tmp_path / "other.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"other\.pt cannot be read as a checkpoint \(.*save_checkpoint wrote.*trust"):
+        Run(seed=1).load(tmp_path / "other.pt")
 
 
 def test_another_way_of_clipping_is_another_setting(tmp_path) -> None:

@@ -20,7 +20,7 @@ from tests.dpcore.several import launch, trained_alone, union
 pytestmark = pytest.mark.xdist_group("ranks")  # one launch for all of them
 
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
-CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "generator"]
+CHECKS = ["sums", "pieces", "units", "noise", "secure", "empty", "resume", "adaptive", "generator"]
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
 """Whether this torch's fully_shard works on a CPU: that of torch 2.6 ends in an AttributeError as it first gathers."""
 CHECKS += ["sharded"] if SHARDS_HERE else []
@@ -48,8 +48,11 @@ def test_the_ranks_sum_what_one_process_sums_for_the_union_of_their_batches(foun
         assert report["accounted"] == [(0.0, ranks.RATE, STEPS)]
 
 
-def test_the_noise_is_that_of_one_process_with_the_same_seed_and_pieces_change_nothing(found):
-    for check in ([r["noise"]["same seed"] for r in found], [r["pieces"] for r in found]):
+def test_the_noise_is_that_of_one_process_with_the_same_seed_and_pieces_and_equal_views_change_nothing(found):
+    for check in (
+        [r["noise"]["same seed"] for r in found],
+        *([r[name] for r in found] for name in ("pieces", "units")),
+    ):
         truth = trained_alone(union(check), 1.0, torch.float64)
         for report in check:
             torch.testing.assert_close(report["weights"], truth, rtol=1e-9, atol=1e-10)

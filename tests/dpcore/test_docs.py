@@ -25,7 +25,7 @@ import dpcore.schedulers
 ROOT = Path(__file__).parents[2]
 NAMES = (
     *("primer", "hyperparameters", "dpcore", "dpcore-engine", "dpcore-features", "dpcore-refusals", "dpcore-internals"),
-    *("migration", "privacy", "exactness", "side_by_side", "patches"),
+    *("migration", "privacy", "privacy-unit", "exactness", "side_by_side", "patches"),
 )
 DOCUMENTS = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "dpcore" / "examples" / "README.md"]
 SETTINGS = ROOT / "docs" / "hyperparameters.md"
@@ -122,7 +122,7 @@ def test_the_guides_snippets_run_as_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     guide = (ROOT / "docs" / "dpcore.md").read_text()
     snippets, space = _snippets(guide[: guide.index("## In a training library")]), _test_rows()
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     for snippet in snippets:
         _run(snippet, space)
     assert space["steps"] == 10 and 0.0 < space["accuracy"] < 1.0 and space["weights"].keys() == {"weight", "bias"}
@@ -145,6 +145,14 @@ def test_the_snippets_on_settings_run_behind_the_guides_first():
     _run(first, space)
     _run(averaging, space)
     assert space["averaged"](space["test_x"]).shape == (20, 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_snippets_on_units_run():
+    space = _test_rows() | {"DataLoader": DataLoader}
+    for snippet in _snippets((ROOT / "docs" / "privacy-unit.md").read_text()):
+        _run(snippet, space)
+    assert len(space["users"]) == 50 and space["engine"].group == 4
 
 
 def test_the_noise_of_each_batch_size_is_what_the_accountant_says():

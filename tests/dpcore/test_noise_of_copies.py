@@ -105,14 +105,31 @@ def test_a_forked_process_has_noise_and_batches_of_its_own():
     assert _in_child(batch) != batch()
 
 
-def test_a_copied_loader_draws_batches_of_its_own():
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_copied_loader_draws_batches_of_its_own(seed):
     """Two models were trained on the same batches, and the accountant counted them as independent."""
-    loader = DPDataLoader(small_data(), sample_rate=0.5)
+    loader = DPDataLoader(small_data(), sample_rate=0.5, seed=seed)
     for again in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader.sampler_state))):
         sampler = again.sampler_state if isinstance(again, DPDataLoader) else again
         assert sorted(sampler.draw(0)) != sorted(loader.sampler_state.draw(0))
-    chosen = DPDataLoader(small_data(), sample_rate=0.5, seed=3)
-    assert copy.deepcopy(chosen).sampler_state.draw(0) == chosen.sampler_state.draw(0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copied_engine_makes_other_batches_and_other_noise(copied):
+    """With the seed that was given, both models had the batches and the noise of the first."""
+    engine = PrivacyEngine(seed=3)
+    runs = [make(nn.Linear(6, 3).double(), one, noise_multiplier=1.0)[1:] for one in (engine, copied(engine))]
+    batches = [sorted(loader.sampler_state.draw(0)) for _, _, loader in runs]
+    noise = [optimizer.noise.add_(torch.zeros(40), 1.0, 0) for _, optimizer, _ in runs]
+    assert batches[0] != batches[1] and not torch.equal(*noise)
+
+
+@pytest.mark.parametrize("seed", ["a", "1", -1, 1.5, True])
+@pytest.mark.parametrize("seeded", [GaussianNoise, PrivacyEngine, DPDataLoader])
+def test_a_seed_is_a_whole_number(seeded, seed):
+    more = {"dataset": small_data(), "sample_rate": 0.5} if seeded is DPDataLoader else {}
+    with pytest.raises(ValueError, match=r"^seed is .*whole number, at least 0, or None"):
+        seeded(seed=seed, **more)
 
 
 @needs_fork

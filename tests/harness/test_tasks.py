@@ -36,6 +36,8 @@ PARAMETERS = {
     "gpt2-lm-bf16": 1_858_304,
     "llama-lora-bf16": 3_256_000,
     "wrn-16-4": 2_751_146,
+    "wrn-16-4-k4": 2_751_146,
+    "wrn-16-4-k16": 2_751_146,
     "llama-full": 3_147_456,
     "encoder-full": 22_566_146,
     "encoder-lora": 22_897_922,

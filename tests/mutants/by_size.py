@@ -50,6 +50,23 @@ class LogProbabilitiesInHalfPrecision(Exact):
         return {name: p.grad for name, p in self.trained.items()}
 
 
+class ClipsRows(Exact):
+    """Clips the gradient of every view by itself, before the mean over an example's."""
+
+    def clip(self, gradients: Sums) -> Sums:
+        return gradients
+
+    def gradients(self, row: int) -> Sums:
+        views = self.model[0](self.x[row : row + 1])
+        found = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        for view in views:
+            self.model.zero_grad(set_to_none=True)
+            F.cross_entropy(self.model[1:](view[None]), self.y[row : row + 1]).backward()
+            clipped = super().clip({name: p.grad for name, p in self.trained.items()})
+            found = {name: g + clipped[name] / len(views) for name, g in found.items()}
+        return found
+
+
 class IdsOfOneByte(Exact):
     """Keeps ids in eight bits."""
 
@@ -130,4 +147,6 @@ VARIANTS: dict[str, type[Exact]] = {
     "unknown-words": LeavesUnknownWordsOut,
     "first-ids": FixesTheFirstIds,
     "half-rows": HalfPrecisionRows,
+    "exact-views": Exact,
+    "clips-rows": ClipsRows,
 }

@@ -43,16 +43,32 @@ PLAIN = Form()
 
 
 def logits(task: Task, params: Params, x: jax.Array, form: Form = PLAIN) -> jax.Array:
-    """Logits [outputs] of one example ``x``, of tokens [T, outputs].
+    """Logits [outputs] of one example ``x``, of tokens [T, outputs], of views [views, outputs].
 
     x: float32 [*input_shape] or integers; for a task that starts with an embedding or with bags it may also be
     :func:`first_output`, float32, so that a gradient can stop there.
     """
     if task.precision == BFLOAT16:
         form = replace(form, half=True)
-    for layer in task.layers:
+    layers = task.layers
+    if task.views > 1:
+        rows, layers = _views(x, task.views), layers[1:]
+        return jax.vmap(lambda row: _through(layers, params, row, form))(rows)
+    return _through(layers, params, x, form)
+
+
+def _through(layers: tuple[tasks.Layer, ...], params: Params, x: jax.Array, form: Form) -> jax.Array:
+    for layer in layers:
         x = _apply(layer, params, x, form)
     return x.astype(jnp.float32)
+
+
+def _views(x: jax.Array, count: int) -> jax.Array:
+    """[C, H, W] to [count, C, H, W]."""
+    _, height, width = x.shape
+    mirrored = x[..., ::-1]
+    moved = [jnp.pad(mirrored if k % 2 else x, ((0, 0), (k // 2, 0), (k // 2, 0))) for k in range(count)]
+    return jnp.stack([view[:, :height, :width] for view in moved])
 
 
 def first_output(task: Task, params: Params, x: jax.Array) -> jax.Array:
@@ -72,8 +88,10 @@ def fastest_on(platform: str, task: Task) -> Form:
 
 
 def loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
-    """One example's own loss from its logits; of tokens the mean over its own ones, zero where it has none. The one
-    place where logits become a loss."""
+    """One example's own loss from its logits, of views the mean of theirs; of tokens the mean over its own ones, zero
+    where it has none. The one place where logits become a loss."""
+    if task.views > 1:
+        return (jax.nn.logsumexp(outputs, axis=1) - outputs[:, y]).mean()
     if task.loss == TOKEN_LOSS:
         chosen = jnp.take_along_axis(outputs, jnp.maximum(y, 0)[:, None], axis=1)[:, 0]
         is_own = y != NOT_OWN

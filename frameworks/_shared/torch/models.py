@@ -32,10 +32,12 @@ SUMMED: Table = partial(nn.EmbeddingBag, mode="sum")
 @dataclass(frozen=True)
 class Own:
     """Modules that a library brings, or needs, in place of PyTorch's: an LSTM with the constructor and the parameter
-    names of ``nn.LSTM``; the tables of bags (None: it knows none)."""
+    names of ``nn.LSTM``; the tables of bags (None: it knows none). ``views``: whether the rows of an
+    example can be clipped as one."""
 
     lstm: type[nn.Module] = nn.LSTM
     table: Table | None = SUMMED
+    views: bool = True
 
 
 class Mean(nn.Module):
@@ -149,6 +151,8 @@ def _module(layer: tasks.Layer, own: Own) -> nn.Module:
             return transformer.SpaceAsTime()
         case tasks.MeanOverTime():
             return Mean(1)
+        case tasks.Views() if own.views:
+            return transformer.Views(layer)
     return _module_of_transformer(layer)
 
 
@@ -174,6 +178,8 @@ def _module_of_transformer(layer: tasks.Layer) -> nn.Module:
             return transformer.Attention(layer)
         case tasks.TiedHead(_, rows):
             return nn.Linear(1, rows, bias=False)  # its weight becomes the table
+    if isinstance(layer, tasks.Views):
+        raise Unsupported("it clips every row by itself, not the views of an example as one.")
     raise Unsupported(f"there is no PyTorch module for the layer {type(layer).__name__}.")
 
 
@@ -219,6 +225,8 @@ def loss_fn(task: Task) -> Loss:
     """(logits [B, outputs], labels [B]) -> the examples' own losses [B]; of tokens (logits [B, T, outputs], labels
     [B, T]). The one place where logits become losses; those of bfloat16 become float32 first, for a logarithm of
     probabilities with eight bits is off by per cents."""
+    if task.views > 1:
+        return _mean_over_views
     if task.loss == "cross_entropy":
         return _cross_entropy
     if task.loss == "binary_cross_entropy":
@@ -236,6 +244,12 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(_full(logits), labels, reduction="none")
 
 
+def _mean_over_views(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of logits by row, those of an example one after the other."""
+    views = len(logits) // max(1, len(labels))
+    return _cross_entropy(logits, labels.repeat_interleave(views)).unflatten(0, (len(labels), views)).mean(1)
+
+
 def _binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     outputs = _full(logits).squeeze(-1)
     return F.binary_cross_entropy_with_logits(outputs, labels.to(outputs.dtype), reduction="none")
@@ -249,6 +263,8 @@ def _token_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 def correct(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Whether each example is classified right, bool [B]; of tokens the share of its own ones that are, float [B]."""
+    if task.views > 1:
+        logits = logits.unflatten(0, (-1, task.views)).mean(1)
     if task.loss == TOKEN_LOSS:
         is_own = labels != NOT_OWN
         return ((logits.argmax(-1) == labels) & is_own).sum(1) / is_own.sum(1).clamp(min=1)

@@ -33,6 +33,22 @@ class SpaceAsTime(nn.Module):
         return x.flatten(2).transpose(1, 2)
 
 
+class Views(nn.Module):
+    """[B, C, H, W] to [B * count, C, H, W], the views of an example one after the other."""
+
+    def __init__(self, layer: network.Views) -> None:
+        super().__init__()
+        self.count = layer.count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        height, width = x.shape[-2:]
+        mirrored = x.flip(-1)
+        views = [
+            F.pad(mirrored if k % 2 else x, (k // 2, 0, k // 2, 0))[..., :height, :width] for k in range(self.count)
+        ]
+        return torch.stack(views, 1).flatten(0, 1)
+
+
 class Positions(nn.Module):
     """Adds a trained vector for each position."""
 

@@ -50,3 +50,17 @@ def test_texts_are_utf_8_whatever_the_locale_says(tmp_path: Path) -> None:
     done = dpbench("report", "übung", cwd=tmp_path, **plain)
     assert done.returncode == 0, done.stderr
     assert "für σ" in (tmp_path / "übung" / "report" / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "e2e", "--out", ""], "--out is empty: give a value, or leave it out."),
+        (["report", "records", "--tasks="], "--tasks is empty: give a value, or leave it out."),
+        (["report", ""], "An argument is empty: give a value, or leave it out."),
+        (["run", "frontier", "--seconds", "0"], "--seconds is 0.0: it must be above 0 and finite."),
+    ],
+)
+def test_a_variable_that_was_not_set_is_not_the_current_folder(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done = dpbench(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"dpbench: {said}\n") and not [*tmp_path.iterdir()]

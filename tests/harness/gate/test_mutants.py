@@ -30,6 +30,7 @@ ADAM = f"update: {gate_cases.ADAM_STEPS}"
 CAUGHT_BY = {
     "clips-batch": UPDATES | {"sensitivity"},
     "clips-per-layer": UPDATES | {"update: one, clipped"},
+    "clips-rows": {"update: some clipped", "update: all clipped", "update: large batch"},
     "ignores-c": UPDATES | {"update: other C, B and rate"},
     "inverts-factor": UPDATES | {"sensitivity"},
     "zero-norm": {"update: zero gradients", "update: zero and other gradients"},
@@ -138,7 +139,16 @@ QUICK = {"caches-gradients", "ignores-seed", "one-row"}
 """Mutants that CI judges each time; `make mutants` and the slow tests judge all. CI sees most faults of noise, of late
 steps and of batches in numpy, too (test_gate.py)."""
 RIGHT = ("exact", "exact-static", "exact-plain", "exact-adam")
-ALSO_RIGHT = ("exact-lora", "exact-bf16", "exact-vit", "exact-wrn", "exact-recsys", "exact-bias", "exact-head")
+ALSO_RIGHT = (
+    "exact-lora",
+    "exact-bf16",
+    "exact-vit",
+    "exact-wrn",
+    "exact-recsys",
+    "exact-bias",
+    "exact-head",
+    "exact-views",
+)
 """Right ones that only the slow tests judge."""
 
 

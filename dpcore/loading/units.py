@@ -1,0 +1,164 @@
+"""Data sets whose items are privacy units of several rows: views of an example, or examples of a user.
+
+``__getitems__`` returns the rows of all units that are asked for, one after the other. Torch's loaders collate what it
+returns, so that every loader over such a data set has units of K rows in its batches, whatever its collate_fn.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from dpcore.arguments import check_number
+from dpcore.errors import UnsupportedError
+
+
+class UnitDataset(Dataset[Any]):
+    """Units of ``rows_per_unit`` rows of ``dataset``."""
+
+    def __init__(self, dataset: Any, rows_per_unit: Any) -> None:
+        rule = "it must be a whole number, at least 1"
+        self.rows_per_unit = int(check_number("K", rows_per_unit, lambda k: k >= 1 and k % 1 == 0, rule))
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise UnsupportedError(
+                f"The data set, of type {type(dataset).__name__}, has no length, and units are drawn by number; use a "
+                "map-style data set, with __len__ and __getitem__."
+            )
+        self.dataset = dataset
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What a unit is."""
+
+    @abstractmethod
+    def __getitem__(self, number: int) -> list[Any]:
+        """The rows of one unit."""
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """The rows of several units, one after the other."""
+        return [row for number in numbers for row in self[number]]
+
+
+class Views(UnitDataset):
+    """``rows_per_unit`` views of each example."""
+
+    def __init__(self, dataset: Any, transform: Callable[[Any], Any] | None, rows_per_unit: Any) -> None:
+        super().__init__(dataset, rows_per_unit)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def words(self) -> str:
+        return f"one example, by {self.rows_per_unit} views"
+
+    def __getitem__(self, number: int) -> list[Any]:
+        if self.transform is None:
+            return [self.dataset[number] for _ in range(self.rows_per_unit)]
+        example = self.dataset[number]
+        return [self._view(example, self.transform) for _ in range(self.rows_per_unit)]
+
+    def _view(self, example: Any, transform: Callable[[Any], Any]) -> Any:
+        return (transform(example[0]), *example[1:]) if isinstance(example, tuple) else transform(example)
+
+
+class Users(UnitDataset):
+    """``rows_per_unit`` rows of each user, whose rows' numbers are ``rows``."""
+
+    def __init__(self, dataset: Any, user_id: Sequence[Hashable], rows_per_unit: Any, sample: bool) -> None:
+        super().__init__(dataset, rows_per_unit)
+        ids = user_id.tolist() if isinstance(user_id, Tensor | np.ndarray) else list(user_id)
+        if len(ids) != len(dataset):
+            raise ValueError(
+                f"user_id has {len(ids)} entries for {len(dataset)} rows of the data set; give one for every row, in "
+                "their order."
+            )
+        self.sample = sample
+        rows: dict[Hashable, list[int]] = {}
+        for number, user in enumerate(ids):
+            rows.setdefault(user, []).append(number)
+        self.rows = list(rows.values())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def words(self) -> str:
+        return f"one user, by {self.rows_per_unit} rows"
+
+    def __getitem__(self, number: int) -> list[Any]:
+        rows = self.rows[number]
+        order = torch.randperm(len(rows)).numpy() if self.sample else np.arange(len(rows))
+        return [self.dataset[rows[i]] for i in np.resize(order, self.rows_per_unit)]
+
+
+def views(dataset: Any, transform: Callable[[Any], Any] | None, K: int) -> Dataset[Any]:
+    """Make every example of a data set a unit of K views, which are clipped as one.
+
+    A loader over the result draws examples, and its batches have K rows for each, one after the other. make_private
+    sees that; an Engine needs ``group=K``.
+
+    Args:
+        dataset: A map-style data set.
+        transform: Makes a view, with random numbers of its own: ``transform(x)`` of an example that is a tuple
+            (x, y, ...), whose other entries stay, or of the whole of any other example. None: each view is
+            ``dataset[i]`` once more, of a data set that changes its examples itself, or for a model that does.
+        K: How many views, at least 1.
+
+    Returns:
+        A data set of as many units as there are examples.
+
+    Raises:
+        UnsupportedError: the data set has no length.
+        ValueError: K is no whole number of at least 1.
+    """
+    return Views(dataset, transform, K)
+
+
+def users(dataset: Any, user_id: Sequence[Hashable], K: int, *, sample: bool = True) -> Dataset[Any]:
+    """Make every user of a data set a unit of K of the user's rows, which are clipped as one: user-level privacy.
+
+    A loader over the result draws users, none twice in a batch, and its batches have K rows for each, one after the
+    other; the sample rate, epsilon and the number of examples are those of users. make_private sees that; an Engine
+    needs ``group=K``. A user with fewer rows has some of them again, as evenly as K allows, and no one else's.
+
+    Args:
+        dataset: A map-style data set.
+        user_id: Whose each row is: a list, array or tensor with an entry for every row of the data set.
+        K: How many rows of a user are in a batch, at least 1.
+        sample: Whether these are drawn anew each time, at random and without replacement; False: the user's first ones.
+
+    Returns:
+        A data set of as many units as there are users.
+
+    Raises:
+        UnsupportedError: the data set has no length.
+        ValueError: K is no whole number of at least 1, or ``user_id`` has another length than the data set.
+    """
+    return Users(dataset, user_id, K, sample)
+
+
+def rows_per_unit(dataset: Any) -> int | None:
+    """Return how many rows of a batch an item of ``dataset`` has; None: it is one example."""
+    units = _units(dataset)
+    return None if units is None else units.rows_per_unit
+
+
+def unit_words(dataset: Any) -> str | None:
+    """Return what an item of ``dataset`` is, in words; None: one example."""
+    units = _units(dataset)
+    return None if units is None else units.words
+
+
+def _units(dataset: Any) -> UnitDataset | None:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, UnitDataset) else None

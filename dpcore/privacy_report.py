@@ -1,0 +1,257 @@
+"""One page about a run's privacy, for whoever has to answer for the model: what is promised, and what is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpcore.accountants import create_accountant
+from dpcore.accountants.accountant import totals
+from dpcore.accountants.pld import PLDAccountant
+from dpcore.accountants.utils import customary_delta, rounded_up
+from dpcore.checkpoint import Checkpoint
+from dpcore.data_loader import DPDataLoader
+from dpcore.log_chart import COLOURS, Axis, Curve, chart
+from dpcore.privacy_engine import PrivacyEngine
+
+NOT_COVERED = (
+    "Settings, architectures and checkpoints that were chosen by their results on the same data.",
+    "What was computed from the data before training: vocabularies, means, labels that were mended, deduplication.",
+    "How many examples there are, which this page tells.",
+    "Other models and figures made from the same data; their losses add up.",
+    "A person with several examples: the promise is for one example, and weaker for all of theirs together.",
+    "The training machine: its memory, its clock, and checkpoints, which hold the seed of the noise.",
+)
+_SUBSAMPLED = ("prv", "rdp", "gdp")
+"""Accountants whose history is one of Poisson-subsampled Gaussian steps, whatever they make of it."""
+_RATES = (0.001, 0.01, 0.1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading, names of columns, and rows of cells."""
+
+    heading: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class PrivacyReport:
+    """One page: printed it is Markdown, in a notebook HTML with the figure; :meth:`save` writes either.
+
+    ``warnings``: what is not as it must be for a release. ``svg``: the trade-off curve.
+    """
+
+    promise: str
+    tables: tuple[Table, ...]
+    svg: str
+    warnings: tuple[str, ...] = field(default=())
+
+    def markdown(self, image: str | None = None) -> str:
+        """Return the page as Markdown, for a model card.
+
+        Args:
+            image: The address of the figure; None leaves it out.
+        """
+        lines = ["# Privacy of this model", "", self.promise, ""]
+        lines += [f"**Not as it must be: {warning}**\n" for warning in self.warnings]
+        for table in self.tables:
+            lines += [f"## {table.heading}", "", _row(table.columns), _row(["---"] * len(table.columns))]
+            lines += [*map(_row, table.rows), ""]
+        lines += [f"![What the best attack on membership reaches]({image})", ""] if image else []
+        return "\n".join([*lines, "## Not covered", "", *(f"* {what}" for what in NOT_COVERED), ""])
+
+    def html(self) -> str:
+        """Return the page as one HTML file, with the figure in it."""
+        warnings = "".join(f'<p class="warning">Not as it must be: {escape(w)}</p>' for w in self.warnings)
+        tables = "".join(f"<h2>{escape(t.heading)}</h2>{_table(t)}" for t in self.tables)
+        left = "".join(f"<li>{escape(what)}</li>" for what in NOT_COVERED)
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy of this model</title>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
+            "body{font:16px/1.5 sans-serif;max-width:46em;margin:2em auto;padding:0 1em;color:#222}"
+            "table{border-collapse:collapse}td,th{border-bottom:1px solid #ddd;padding:.3em .8em;text-align:left}"
+            "th{color:#555;font-weight:normal}svg{max-width:100%;height:auto}"
+            ".promise{font-size:1.15em}.warning{background:#fff3cd;padding:.6em 1em}</style></head><body>"
+            f'<h1>Privacy of this model</h1><p class="promise">{escape(self.promise)}</p>{warnings}{tables}'
+            f"{self.svg}<h2>Not covered</h2><ul>{left}</ul></body></html>\n"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page.
+
+        Args:
+            path: Ends with ``.html``, or with ``.md``; the figure of the latter is an ``.svg`` beside it.
+
+        Raises:
+            ValueError: it ends with something else.
+        """
+        path = Path(path)
+        if path.suffix not in (".html", ".md"):
+            raise ValueError(f"The report's path is {str(path)!r}; it must end with .html or .md.")
+        if path.suffix == ".html":
+            path.write_text(self.html(), encoding="utf-8")
+            return
+        image = path.with_suffix(".svg")
+        image.write_text(self.svg, encoding="utf-8")
+        path.write_text(self.markdown(image.name), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.markdown()
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is known of the runs: the accountant's state, the settings of each, how batches were drawn.
+
+    ``is_poisson``: whether dpcore drew them; None: it is not known, because steps were counted by hand.
+    """
+
+    accountant: Mapping[str, Any]
+    settings: Sequence[Mapping[str, Any]]
+    examples: int | None
+    is_poisson: bool | None
+    warnings: tuple[str, ...] = ()
+
+
+def report(engine: PrivacyEngine) -> PrivacyReport:
+    """Return one page about what the runs of ``engine`` have spent and what an attack could reach.
+
+    Args:
+        engine: The engine; its steps so far are what the page is about.
+
+    Raises:
+        ValueError: it has counted no step, or by an accountant of your own.
+    """
+    spending = engine._spending
+    optimizers = spending.optimizers()
+    chosen = any(optimizer.noise.is_chosen for optimizer in optimizers)
+    seeded = "the noise is of a seed that was chosen, and protects nothing from those who know it."
+    run = _Run(
+        accountant=engine.accountant.state_dict(),
+        settings=[optimizer.run.setting for optimizer in optimizers],
+        examples=spending._examples,
+        is_poisson=all(isinstance(o.run.loader, DPDataLoader) for o in optimizers) if optimizers else None,
+        warnings=(seeded,) if chosen else (),
+    )
+    return _of_run(run)
+
+
+def report_of_checkpoint(path: str | os.PathLike[str]) -> PrivacyReport:
+    """Return the page about the run whose checkpoint ``path`` is.
+
+    Args:
+        path: What :meth:`dpcore.PrivacyEngine.save_checkpoint` wrote.
+
+    Raises:
+        ValueError: it is no such file, or holds no step.
+        FileNotFoundError: there is no such file.
+    """
+    checkpoint = Checkpoint.load(path, None, {"weights_only": True, "map_location": "cpu"})
+    sampler = checkpoint.sampler
+    settings = [checkpoint.settings] if checkpoint.settings else []
+    examples = int(sampler["examples"]) if sampler and "examples" in sampler else None
+    return _of_run(_Run(checkpoint.accountant, settings, examples, is_poisson=sampler is not None))
+
+
+def _of_run(run: _Run) -> PrivacyReport:
+    mechanism = run.accountant.get("mechanism")
+    if mechanism not in _SUBSAMPLED:
+        raise ValueError(f"The accountant is {mechanism!r}; a report can be made of {', '.join(_SUBSAMPLED)}.")
+    accountant = create_accountant("prv")
+    accountant.load_state_dict({**run.accountant, "mechanism": "prv"})
+    assert isinstance(accountant, PLDAccountant)
+    if not len(accountant):
+        raise ValueError("No private step was counted, so there is nothing to report; train first.")
+    delta = customary_delta(run.examples or 10**5 - 1)
+    first = accountant.get_epsilon(delta)
+    one = "one user's training examples" if "one user" in _units(run) else "one training example"
+    promise = (
+        f"This model is (ε = {rounded_up(first)}, δ = {delta:g})-differentially private: for adding or removing {one}, "
+        "whatever an attacker knows of all others."
+    )
+    warnings = run.warnings
+    if not run.is_poisson:
+        how = "were not" if run.is_poisson is False else "may not have been"
+        warnings += (f"batches {how} drawn by dpcore, and all figures hold only if they were Poisson samples.",)
+    if first == float("inf"):
+        promise = "This model is not private: a step had no noise."
+    title = f"Attacks on membership at ε = {rounded_up(first)}, δ = {delta:g}, after {len(accountant):,} steps"
+    svg = _figure(accountant, title)
+    tables = (_promises(accountant, first, delta), _risks(accountant), _training(run, accountant))
+    return PrivacyReport(promise, tables, svg, warnings)
+
+
+def _promises(accountant: PLDAccountant, first: float, delta: float) -> Table:
+    """Return ε at three δ, the first of which is known."""
+    others = [(accountant.get_epsilon(d), d) for d in (delta / 10, delta / 1000)]
+    rows = tuple((f"{d:g}", rounded_up(epsilon)) for epsilon, d in [(first, delta), *others])
+    return Table("Promise", ("δ", "ε, at most"), rows)
+
+
+def _risks(accountant: PLDAccountant) -> Table:
+    def percent(rate: float) -> str:
+        return f"{rounded_up(100 * rate)} %"
+
+    finds = [(f"members found, at {100 * r:g} % false alarms", percent(accountant.tpr_at(r))) for r in _RATES]
+    more = [
+        ("true less false positive rate (advantage)", percent(accountant.advantage())),
+        ("μ of Gaussian differential privacy", rounded_up(accountant.mu())),
+    ]
+    return Table("What the best attack on membership reaches", ("", "at most"), (*finds, *more))
+
+
+def _training(run: _Run, accountant: PLDAccountant) -> Table:
+    """Return how the model was trained, as far as privacy depends on it."""
+    steps = [
+        f"{count} with noise multiplier {sigma:.6g}, sample rate {rate:.6g}"
+        for (sigma, rate), count in totals(accountant.history).items()
+    ]
+    shown = steps if len(steps) <= 5 else [*steps[:5], f"and {len(steps) - 5} other kinds"]
+    rows = [("unit", _units(run))]
+    rows += [("units", f"{run.examples:,}")] if run.examples is not None else []
+    drawn = {True: "Poisson samples, drawn by dpcore", False: "not drawn by dpcore", None: "not known"}
+    rows += [("batches", drawn[run.is_poisson])]
+    rows += [("steps", "; ".join(shown))]
+    for setting in run.settings:
+        bounds, clipping = setting.get("max_grad_norm"), setting.get("clipping", "flat")
+        rows += [("clipping", f"{clipping}, max_grad_norm {bounds}")]
+        rows += [("divisor of the updates", f"{setting.get('expected_batch_size')}")]
+    if failure := accountant.failure_probability:
+        rows += [("steps may fail with probability", f"{failure:g}, counted")]
+    rows += [("accountant", "the privacy loss's distribution, an upper bound (dpcore)")]
+    return Table("How it was trained", ("", ""), tuple(rows))
+
+
+def _units(run: _Run) -> str:
+    """Return what is added or removed, in words; of runs with several units it is the smallest."""
+    units = {setting.get("unit", "one example") for setting in run.settings} or {"one example"}
+    return units.pop() if len(units) == 1 else "one example"
+
+
+def _figure(accountant: PLDAccountant, title: str) -> str:
+    rates = np.logspace(-5, 0, 201)
+    best = Curve("best attack", rates, accountant.tpr_at(rates), COLOURS[0])
+    guessing = Curve("guessing", rates, rates, "#888", "6 4")
+    x, y = (Axis(f"{which} positive rate", -5, 0, lambda rate: f"{100 * rate:g} %") for which in ("false", "true"))
+    return chart(title, "Upper bound for every attack that knows all other examples", x, y, [guessing, best])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns) if any(table.columns) else ""
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<table>{f'<tr>{head}</tr>' if head else ''}{rows}</table>"
