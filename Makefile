@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
 MODELS_READY := $(MODELS)/ready
+RAY := .venvs/ray
+RAY_READY := $(RAY)/ready
 DEPENDENTS := .venvs/dependents
 DEPENDENTS_READY := $(DEPENDENTS)/ready
 REHEARSAL := .venvs/gpu-rehearsal
@@ -30,7 +32,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts dependents golden golden-weights prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts dependents golden golden-weights prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-grid test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -212,6 +214,9 @@ fuzz-kernels: $(TORCH_READY)  ##ci dpcore's kernels against the pure rules under
 	  $(TORCH)/bin/pytest -q tests/dpcore/test_kernel_fuzz.py tests/dpcore/test_native.py tests/dpcore/test_cross_entropy.py --hypothesis-profile=explore \
 	  -p no:cacheprovider -k "not compiled_graphs and not without_a_compiler" $(ARGS)
 
+test-grid: $(READY) $(RAY_READY)  ##ci thirty units each by local, a real Slurm and a real Ray (285 MB), whose nodes are killed: docs/grid.md
+	PYTHONPATH=$(CURDIR)/$(RAY) $(BIN)/pytest -q -s tests/harness/grid -m slow -p no:cacheprovider $(ARGS)
+
 test-wheel: $(READY)  ##ci the wheel of dpbench, installed outside of the checkout: what it holds, and the preset smoke
 	$(BIN)/pytest -q tests/harness/test_wheel.py
 
@@ -240,6 +245,11 @@ $(TORCH_READY): tests/requirements-torch.txt tests/requirements-dependents-alone
 $(TRITON_READY): $(TORCH_READY) tests/requirements-triton.txt
 	@echo "==> Setting up Triton in $(TRITON), beside the environment with torch"
 	$(TORCH)/bin/python $(PIP) --target $(TRITON) --no-deps -r tests/requirements-triton.txt
+	@touch $@
+
+$(RAY_READY): $(READY) tests/requirements-ray.txt
+	@echo "==> Setting up Ray in $(RAY), beside the harness's environment"
+	$(BIN)/python $(PIP) --target $(RAY) -r tests/requirements-ray.txt
 	@touch $@
 
 $(REHEARSAL_READY): tests/requirements-gpu-rehearsal.txt

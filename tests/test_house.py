@@ -49,12 +49,16 @@ class Size:
 # Then dpcore by 495, of which Opacus' names 3, and tests by 610 for privacy units of several rows: views and users,
 # and dpcore by 185 and tests by 290 for truncated Poisson batches and what they cost epsilon.
 # Harness by 30, frameworks by 70 and tests by 15 for tasks of several views of an example.
+# Harness by 32 and tests by 44 for keys that know the kind of machine, and blocks whose order is their own. Then
+# harness by 1,152 and tests by 710 for grids: units, what their files say, launchers and their verbs; a real Slurm and
+# a real Ray whose nodes are killed. Then harness by 381 and tests by 322 for packs that others check: what is computed
+# anew, and thirty-two ways to tamper.
 LIMITS = {
-    "harness": Size(lines=36_945, long_classes=0, long_files=5),
+    "harness": Size(lines=38_500, long_classes=0, long_files=5),
     "dpcore": Size(lines=30_505, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_130, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=53_680, long_classes=0, long_files=16),
+    "tests": Size(lines=54_725, long_classes=0, long_files=16),
 }
 
 

@@ -79,7 +79,7 @@ def judge_all(
         progress.begin(len(pairs), "gate")
         for contestant, task in pairs:
             progress.doing(f"{task} · {contestant.name}")
-            one = Judged(contestant, task, _judge(contestant, task, device, threads, progress, fresh))
+            one = Judged(contestant, task, judge_one(contestant, task, device, threads, progress, fresh))
             judged.append(one)
             progress.done(one.word)
     sampler = [GateCheck(**check) for check in sampler_checks()]
@@ -94,7 +94,16 @@ def judge_all(
     return 0 if all(one.as_expected for one in judged) else options.CELL_FAILED
 
 
-def _judge(contestant: Contestant, task: str, device: str, threads: int | None, progress: Any, fresh: bool) -> Verdict:
+def judge_one(
+    contestant: Contestant,
+    task: str,
+    device: str,
+    threads: int | None,
+    progress: Any,
+    fresh: bool,
+    small: bool = False,
+) -> Verdict:
+    """Return the verdict on one contestant and task. ``small``: as :func:`admission.judged_task` has it."""
     from harness.store.record import Gate
 
     nothing = Gate(passed=False, key="", checks=[])
@@ -106,7 +115,8 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
         return Verdict("crashed", executor.reason, nothing, {})
     limits = Limits(memory_limit.default_limit(), admission.TIMEOUT_SECONDS)
     cores = threads or default_threads()
-    return admission.judge(contestant, task, executor, limits, device, cores, progress.log, backend.run_tool, fresh)
+    log, run_tool = progress.log, backend.run_tool
+    return admission.judge(contestant, task, executor, limits, device, cores, log, run_tool, fresh, small)
 
 
 @dataclass(frozen=True)

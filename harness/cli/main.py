@@ -26,8 +26,8 @@ DISTRIBUTION = "dpsgd-bench"
 """On the package index ``dpbench`` is somebody else's."""
 
 ORDER = (
-    *("run", "report", "compare", "bisect", "explain", "gate", "list", "data", "env", "image", "history", "dashboard"),
-    *("new-framework", "doctor", "pack", "findings", "ci"),
+    *("run", "grid", "report", "compare", "bisect", "explain", "gate", "list", "data", "env", "image", "history"),
+    *("dashboard", "new-framework", "doctor", "pack", "verify", "findings", "ci"),
 )
 """The verbs of the help in their order: what most people want comes first."""
 
@@ -167,6 +167,7 @@ def _mount() -> None:
     from harness.cli.data import app as data_app
     from harness.cli.env import app as env_app
     from harness.cli.findings import findings
+    from harness.cli.grid import app as grid_app
     from harness.cli.history import app as history_app
     from harness.cli.image import app as image_app
     from harness.cli.report import explain, report
@@ -174,12 +175,14 @@ def _mount() -> None:
     from harness.cli.run_frontier import frontier
     from harness.cli.run_gpu import gpu
     from harness.cli.run_layers import layers
+    from harness.cli.verify import verify
 
     run_app.command(short_help="Measure training: seconds per epoch, peak memory.")(e2e)
     run_app.command(short_help="Measure single layers: time and memory.")(layers)
     run_app.command(short_help="Find the largest physical batch in a memory budget.")(frontier)
     run_app.command(short_help="Measure a GPU in under 9 minutes, offline.")(gpu)
     app.add_typer(ci_app, name="ci", hidden=True)
+    app.add_typer(grid_app, name="grid", short_help="Measure a plan on many machines, by Slurm or Ray.")
     app.add_typer(env_app, name="env", short_help="Make, list and remove the frameworks' environments.")
     app.add_typer(data_app, name="data", short_help="Fetch, list and verify data sets.")
     app.add_typer(image_app, name="image", short_help="Build, list and verify container images.")
@@ -187,6 +190,7 @@ def _mount() -> None:
     app.command(short_help="Make the site over the history.")(dashboard)
     app.command(short_help="Make tables and figures from records.")(report)
     app.command(short_help="Write README's and the findings' tables anew.")(findings)
+    app.command(short_help="Check a pack: every figure, and the gate.")(verify)
     app.command(short_help="Compare two contestants, or two states of the code.")(compare)
     app.command(short_help="Name the commit that made a cell worse.")(bisect)
     app.command(short_help="Go from a number back to its processes.")(explain)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,8 +11,12 @@ from harness.cli import options as shared
 from harness.cli.options import exit_code, integers, names_of
 from harness.paths import LOCAL_RESULTS
 
+if TYPE_CHECKING:
+    from harness.plan.e2e import Options
+
 
 def e2e(
+    context: typer.Context,
     preset: Annotated[
         str, typer.Option(help="How much: tasks, sizes, rounds.", metavar="smoke|quick|full|modern|gpu-full|paper")
     ] = "quick",
@@ -72,8 +77,7 @@ def e2e(
 ) -> None:
     """Measure median seconds per epoch and peak memory of every framework, task and batch size."""
     from harness.cli.outcome import carry_out, interim
-    from harness.environments import memory_limit as limits
-    from harness.environments.choose import backend_of, check_isolation
+    from harness.environments.choose import backend_of
     from harness.plan import e2e as plan
     from harness.plan import registry
     from harness.run.e2e import Run, command_line
@@ -81,30 +85,7 @@ def e2e(
     from harness.run.remaining import about
     from harness.store.folder import RunFolder
 
-    check_isolation(isolation)
-    options = plan.preset(
-        preset,
-        tasks=names_of(tasks),
-        frameworks=names_of(frameworks),
-        batch_sizes=integers(batch_sizes, "--batch-sizes"),
-        rounds=rounds,
-        epochs=epochs,
-        subset=subset,
-        budget_seconds=budget_seconds,
-        memory=memory,
-        time=time,
-        protocol=protocol,
-        device=device,
-        isolation=isolation,
-        threads=threads,
-        sigma=sigma,
-        repeats=repeats,
-        seed=seed,
-        timeout_seconds=timeout,
-        memory_limit_bytes=limits.from_gibibytes(memory_limit, "--memory-limit"),
-        synthetic=synthetic,
-        small_gate=small_gate,
-    )
+    options = options_of(context.params)
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
     pace = Pace(minutes, interim(folder, as_json))
@@ -121,3 +102,27 @@ def e2e(
         beginning += f" Measuring ends {minutes:g} min after it began, apart from gates, with the block then under way."
     summary = carry_out(run, fresh, as_json, beginning)
     raise typer.Exit(exit_code(summary.states, summary.expected, summary.missing))
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options of a run, of what was given for the parameters of :func:`e2e`.
+
+    Raises:
+        BadInput: they cannot be measured.
+    """
+    from harness.environments import memory_limit as limits
+    from harness.environments.choose import check_isolation
+    from harness.plan import e2e as plan
+
+    check_isolation(given["isolation"])
+    same = "rounds epochs subset budget_seconds memory time protocol device isolation threads sigma repeats seed"
+    same += " synthetic small_gate"
+    return plan.preset(
+        given["preset"],
+        tasks=names_of(given["tasks"]),
+        frameworks=names_of(given["frameworks"]),
+        batch_sizes=integers(given["batch_sizes"], "--batch-sizes"),
+        timeout_seconds=given["timeout"],
+        memory_limit_bytes=limits.from_gibibytes(given["memory_limit"], "--memory-limit"),
+        **{name: given[name] for name in same.split()},
+    )

@@ -79,9 +79,9 @@ def key_of(
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [definition_hash(known_task(task)), str(threads), framework.folder_hash]
     parts += _data_hashes(known_task(task).dataset)
-    # What libraries read of the shell; a GPU of another kind has other kernels.
+    # What libraries read of the shell; a machine of another kind, which may share this cache, has other kernels.
     parts += [f"{name}={value}" for name, value in variables.named().items()]
-    parts += [str(machine.card()).rpartition(" ")[0]] if device == "cuda" else []
+    parts += [machine.kind(device)]
     parts += [identity] if identity else []
     parts += [] if accounting.available() else ["budget not checked"]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -119,7 +119,8 @@ def reference(task: str, log: Log, run_tool: RunTool) -> Path:
         ToolFault: it could not be computed.
     """
     folder = cache.folder("references")
-    path = folder / f"{task}-{definition_hash(known_task(task))}-{sources_hash(REFERENCE_SOURCES)}.npz"
+    parts = task, definition_hash(known_task(task)), sources_hash(REFERENCE_SOURCES), machine.kind()
+    path = folder / f"{'-'.join(parts)}.npz"
     with cache.locked(folder / f"{task}.lock"):
         if not seal.holds(path, log):
             log(f"Reference of {task}: float64, one example at a time")

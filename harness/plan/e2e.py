@@ -262,8 +262,8 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
     """Return all processes in the order in which they run.
 
     Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
-    random order, in the first one task by task, so that each task's gates come right before it; within a block all
-    contestants in random order. In the first round a block's memory processes come before its timed ones, which take
+    random order, in the first one task by task, so that each task's gates come right before it; within a block as
+    :func:`_of_block` has it. In the first round a block's memory processes come before its timed ones, which take
     turns: they are the untimed replays that the timed weights are compared with.
     Where nothing is timed, every round has them.
     """
@@ -277,15 +277,21 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
         for task, size in blocks:
             if number >= options.rounds_of(task):
                 continue
-            order = list(contestants)
-            rng.shuffle(order)
-            cells = [cell_of(options, contestant, task, size) for contestant in order]
-            both = [*enumerate(zip(order, cells, strict=True))]
             if options.memory and (number == 0 or not options.time):
-                result += [Job(contestant, cell, number, place, "memory") for place, (contestant, cell) in both]
+                result += _of_block(options, contestants, task, size, number, "memory")
             if options.time:
-                result += [Job(contestant, cell, number, place, "time") for place, (contestant, cell) in both]
+                result += _of_block(options, contestants, task, size, number, "time")
     return result
+
+
+def _of_block(
+    options: Options, contestants: list[Contestant], task: str, size: int, number: int, purpose: Purpose
+) -> list[Job]:
+    """Return one process of each contestant, in an order drawn for this block alone: the same whether the block is
+    measured by itself, on a machine of its own, or among all others."""
+    order = sorted(contestants, key=lambda contestant: contestant.name)
+    random.Random(f"dpbench {options.seed} {task} {size} {number}").shuffle(order)
+    return [Job(c, cell_of(options, c, task, size), number, place, purpose) for place, c in enumerate(order)]
 
 
 MOST_ROUNDS = 12
@@ -297,11 +303,8 @@ def further_round(options: Options, contestants: list[Contestant], number: int, 
     """Return the jobs of a round beyond the plan: the ``blocks`` (task, batch size) in random order, and within each of
     them all contestants in random order."""
     rng = random.Random(f"dpbench {options.seed} round {number}")
-    result = []
-    for task, size in rng.sample(list(blocks), len(blocks)):
-        for place, contestant in enumerate(rng.sample(contestants, len(contestants))):
-            result.append(Job(contestant, cell_of(options, contestant, task, size), number, place, "time"))
-    return result
+    drawn = rng.sample(list(blocks), len(blocks))
+    return [job for task, size in drawn for job in _of_block(options, contestants, task, size, number, "time")]
 
 
 Blocks = Sequence[tuple[str, int]]

@@ -7,7 +7,7 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -160,14 +160,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         return energy.idle(energy.counters(self.options.device)) if self.options.time else energy.Idle()
 
     def description(self) -> dict[str, Any]:
-        return {
-            **self.backend.describe(),
-            "options": asdict(self.options),
-            "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
-            "tasks": {name: definition_hash(known_task(name)) for name in sorted({job.cell.task for job in self.jobs})},
-            "harness": admission.sources_hash(admission.GATE_SOURCES),
-            "place": self.place(),
-        }
+        return {**self.backend.describe(), **depends_on(self.options, self.hashes), "place": self.place()}
 
     def prepare(self, log: Log) -> None:
         """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
@@ -289,11 +282,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         return self.protocol.noise_multiplier if self.options.sigma is None else self.options.sigma
 
     def _seeds(self, job: Job) -> Seeds:
-        """Return the seed: the same for all contestants of a block; every round has its own."""
-        base = self.options.seed * 1000 + job.round
-        # What a worker knows from the start tells it nothing of the batches, which it gets when everything is built.
-        drawn = hashlib.sha256(f"{self.folder.id} {base}".encode()).digest()
-        return Seeds(initial=base, batches=int.from_bytes(drawn[:4]) >> 1, noise=base + 1)
+        return seeds_of(self.folder.id, self.options.seed, job.round)
 
     def _scratch(self, job: Job, what: str) -> Path:
         return self.folder.scratch / f"{job.cell.task}.{job.contestant.name}.b{job.cell.batch_size}.{what}.npz"
@@ -340,6 +329,35 @@ class Run(Session[Options, Contestant, Job, Request]):
             seeds=self._seeds(job),
             energy=energy.energy_of(result, self.idle),
         )
+
+
+def seeds_of(run: str, seed: int, number: int) -> Seeds:
+    """Return the seeds of a round: the same for all contestants of a block.
+
+    Args:
+        run: Id of the run folder.
+        seed: The run's option.
+        number: The round.
+    """
+    base = seed * 1000 + number
+    # What a worker knows from the start tells it nothing of the batches, which it gets when everything is built.
+    drawn = hashlib.sha256(f"{run} {base}".encode()).digest()
+    return Seeds(initial=base, batches=int.from_bytes(drawn[:4]) >> 1, noise=base + 1)
+
+
+def depends_on(options: Options, hashes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Return what a run depends on wherever it is made.
+
+    Args:
+        options: Its options.
+        hashes: By contestant: of its code, and of its environment.
+    """
+    return {
+        "options": asdict(options),
+        "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in hashes.items()},
+        "tasks": {name: definition_hash(known_task(name)) for name in sorted(options.tasks)},
+        "harness": admission.sources_hash(admission.GATE_SOURCES),
+    }
 
 
 def _accuracy(backend: Backend, request: Request, result: Result, name: str, log: Log) -> Accuracy | None:

@@ -20,6 +20,7 @@ from harness.run.session import Moment, Session
 from harness.store import cache, seal
 from harness.store.folder import RunFolder
 from harness.store.record import Gate, GateCheck, LayerResult, Load, Record, Seeds
+from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
 from harness.worker.result import Check, Layer, Result
 
@@ -207,7 +208,7 @@ def ensure_references(names: tuple[str, ...], log: Log, run_tool: RunTool) -> di
         EnvironmentFault: there is no environment with PyTorch.
         ToolFault: they could not be computed.
     """
-    folder = cache.folder("layer-references") / admission.sources_hash(REFERENCE_SOURCES)
+    folder = cache.folder("layer-references") / f"{admission.sources_hash(REFERENCE_SOURCES)}-{machine.kind()}"
     folder.mkdir(exist_ok=True)
     paths = {name: folder / f"{name}.npz" for name in names}
     with cache.locked(folder / ".lock"):

@@ -32,7 +32,7 @@ from harness.run.job_text import key_of, outcome_of, title_of
 from harness.run.progress import Progress
 from harness.store import seal, sequence
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
-from harness.store.record import Block, Load, Record, Source
+from harness.store.record import Block, Cell, Load, Record, Source
 from harness.worker import machine
 from harness.worker.clock import DISTURBED_SHARE
 from harness.worker.layer_request import LayerRequest
@@ -259,9 +259,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         return record, is_old
 
     def _key(self, job: AJob) -> str:
-        """Same key: same measurement of the same code in the same environment."""
-        parts = [*job.cell.model_dump(exclude_none=True).values(), *self._hashes_behind(job)]
-        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+        return key_of_cell(job.cell, self._hashes_behind(job))
 
     def _record_name(self, job: AJob) -> str:
         return f"{job.name}.{self._key(job)[:8]}.json"
@@ -301,6 +299,12 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         )
         check_disk(result, self.folder, job.cell.name)
         return self.finished(job, request, result, started, load, progress.log)
+
+
+def key_of_cell(cell: Cell, hashes: tuple[str, str]) -> str:
+    """Return the key of a record. Same key: same measurement of the same code in the same environment."""
+    parts = [*cell.model_dump(exclude_none=True).values(), *hashes]
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
 def undisturbed(

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -185,23 +185,24 @@ def misnamed(path: Path, value: Record) -> str:
     )
 
 
-def pack(folder: Path, target: Path) -> int:
-    """Write all records of a run into one ``.jsonl`` (compressed where the target ends in ``.gz``), a record a line,
-    sorted by name; returns how many. Raises
-    :class:`BadInput` where there are none, one is bad, the run is still at work, or the target cannot be written.
+def pack(folder: Path | Sequence[Path], target: Path) -> int:
+    """Write all records of a run, or of several, into one ``.jsonl`` (compressed where the target ends in ``.gz``), a
+    record a line, sorted by name; returns how many. Raises
+    :class:`BadInput` where there are none, one is bad, a run is still at work, or the target cannot be written.
     """
-    paths = sorted((folder / "records").glob("*.json"))
-    if not paths:
-        raise BadInput(f"{folder} has no records to pack; name the folder of a finished run.")
-    busy = f"A run is at work in {folder}, so its records are not all there yet; wait for it."
     lines = []
-    with cache.locked(folder / ".lock", busy):
-        for path in paths:
-            (value,) = record.read(path)
-            if (folder / PLAN).exists() and value.file_name != path.name:
-                raise BadInput(misnamed(path, value))
-            lines.append(portable(value))
-    content = ("\n".join(lines) + "\n").encode()
+    for one in [folder] if isinstance(folder, Path) else folder:
+        paths = sorted((one / "records").glob("*.json"))
+        if not paths:
+            raise BadInput(f"{one} has no records to pack; name the folder of a finished run.")
+        busy = f"A run is at work in {one}, so its records are not all there yet; wait for it."
+        with cache.locked(one / ".lock", busy):
+            for path in paths:
+                (value,) = record.read(path)
+                if (one / PLAN).exists() and value.file_name != path.name:
+                    raise BadInput(misnamed(path, value))
+                lines.append((path.name, portable(value)))
+    content = ("\n".join(line for _, line in sorted(lines)) + "\n").encode()
     # Without the time of packing, so that the same records make the same file.
     packed = gzip.compress(content, compresslevel=9, mtime=0) if target.suffix == ".gz" else content
     cache.write_atomically(target, packed, "name another file")

@@ -38,6 +38,25 @@ def describe() -> dict[str, Any]:
     return facts
 
 
+COMPUTES = re.compile(r"(sse|ssse|avx|fma|f16c|amx|vnni|neon|asimd|sve|sme|bf16|i8mm|fphp)\w*")
+"""Names of the instruction sets that libraries choose their kernels by."""
+
+
+def kind(device: str = "cpu") -> str:
+    """Return a hash of what decides which kernels a library runs here, and so of what a verdict or a reference from
+    another machine is worth here: the processors' model and instruction sets, and, of a GPU, its model and driver."""
+    flags = {word for line in _read("/proc/cpuinfo").splitlines() for word in _flags(line)}
+    parts = [platform.machine(), _cpu_model(), *sorted(flags)]
+    # All GPUs of a machine have one driver.
+    parts += [str(card()).rpartition(" ")[0], *gpus()[:1]] if device == "cuda" else []
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def _flags(line: str) -> list[str]:
+    name, _, words = line.partition(":")
+    return [word for word in words.split() if COMPUTES.fullmatch(word)] if name.strip() in {"flags", "Features"} else []
+
+
 def state() -> dict[str, Any]:
     """Return what changes from minute to minute: load and clock."""
     clocks = [float(line.split(":")[1]) for line in _read("/proc/cpuinfo").splitlines() if line.startswith("cpu MHz")]

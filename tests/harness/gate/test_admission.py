@@ -14,6 +14,7 @@ from harness.plan import e2e as plan
 from harness.plan import registry
 from harness.store import cache
 from harness.tasks import GATE_TASKS, SMALL_GATE, TASKS
+from harness.worker import machine
 from harness.worker.request import Request
 from harness.worker.result import Check, Result
 
@@ -51,6 +52,36 @@ def test_the_small_gate_has_a_verdict_of_its_own_and_says_which_network_it_judge
     assert [admission.judged_task("vit", small) for small in (False, True)] == ["vit", "small-vit"]
     assert plan.preset("modern").small_gate and not plan.preset("modern", small_gate=False).small_gate
     assert not plan.preset("quick").small_gate
+
+
+CPUINFO = """processor : 0
+model name : {model}
+flags : fpu sse2 {flags}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "is_another"),
+    [
+        ("A", "avx2 avx512f", False),
+        ("A", "avx2 avx512f ibrs", False),  # a kernel that knows one more fault of the processor
+        ("B", "avx2 avx512f", True),
+        ("A", "avx2", True),
+    ],
+)
+def test_verdicts_and_references_of_a_shared_cache_belong_to_a_kind_of_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, flags: str, is_another: bool
+) -> None:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
+    (contestant,) = registry.select(["dpcore-native"])
+    said = [("A", "avx2 avx512f"), (model, flags)]
+    keys, paths = [], []
+    for here in said:
+        text = CPUINFO.format(model=here[0], flags=here[1])
+        monkeypatch.setattr(machine, "_read", lambda path, text=text: text if path == "/proc/cpuinfo" else "")
+        keys.append(admission.key_of(contestant, "logreg", "cpu", 1))
+        paths.append(admission.reference("logreg", lambda _: None, lambda *call: call[1][-1].path.write_bytes(b"")))
+    assert (keys[0] != keys[1]) is is_another and (paths[0] != paths[1]) is is_another
 
 
 def test_what_is_judged_in_place_of_a_task_has_its_structure() -> None:

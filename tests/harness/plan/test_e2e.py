@@ -39,6 +39,19 @@ def test_the_plan_depends_on_its_seed_alone() -> None:
     assert names[0] == names[1] != names[2] and sorted(names[0]) == sorted(names[2])
 
 
+def test_a_block_has_the_same_order_alone_and_however_the_contestants_are_named() -> None:
+    options = plan.preset("quick", seed=3)
+    contestants = registry.select(options.frameworks)
+    whole = plan.jobs(options, contestants)
+    for task, sizes in options.batch_sizes.items():
+        for size in sizes:
+            alone = plan.jobs(plan.preset("quick", seed=3, tasks=(task,), batch_sizes=(size,)), contestants[::-1])
+            beside = [job for job in whole if (job.cell.task, job.cell.batch_size) == (task, size)]
+            assert [(job.name, job.order) for job in alone] == [(job.name, job.order) for job in beside]
+    orders = {tuple(j.contestant.name for j in whole if j.round == n and j.purpose == "time") for n in range(3)}
+    assert len(orders) == 3
+
+
 def test_the_modern_preset_has_a_task_of_each_kind_and_stays_below_25_minutes() -> None:
     options = plan.preset("modern")
     assert set(options.tasks) < set(SMALL_GATE)
