@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dpcore.engine.uncompiled import refuse_compiled
+from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
@@ -110,6 +110,7 @@ class AbstractGradSampleHooks:
         within = CHECKPOINTING.is_open and (tape is None or tape.parameters is self._names)
         return call(*args, **kwargs) if within else self._run(call, args, kwargs, name)
 
+    @uncompiled
     def _run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "forward"
     ) -> Any:
@@ -117,11 +118,6 @@ class AbstractGradSampleHooks:
         self._forward_passes.check_batch_norms()
         if not (self._module.training and torch.is_grad_enabled() and self.hooks_enabled):
             return call(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            raise UnsupportedError(
-                "torch.compile cannot see through the recording of gradients by example; leave the private module "
-                "uncompiled."
-            )
         if self.trained and owner_of(next(iter(self.trained.values()))) is not self:
             self._record_as_copy()
         given = (args, kwargs)

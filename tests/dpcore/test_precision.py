@@ -145,7 +145,6 @@ def test_float64_and_float32_agree():
     assert relative_error(found, exact) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [True, False])
 def test_a_module_that_is_compiled_after_it_was_made_private(wrap):
     model = small_model()
