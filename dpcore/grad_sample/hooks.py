@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError
 from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.backward_passes import BackwardPasses
