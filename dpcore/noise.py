@@ -143,8 +143,8 @@ class GaussianNoise:
     def _put(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:
         if std == 0.0:
             return target
-        # The kernel for CUDA drew the same in version 1.
-        if not self._is_own or (self.version == 1 and not gpu.serves_noise(target)):
+        # The kernel for CUDA drew the same in version 1, where it was asked for.
+        if not self._is_own or (self.version == 1 and not (gpu.available() and gpu.serves_noise(target))):
             return self._put_of_generator(target, std, step, start, add)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise PrivacyError(
