@@ -53,6 +53,9 @@ class Spending:
                 "forget them. To read it by another accountant, give that the same history (other.history = "
                 "list(engine.accountant.history)); for another run use a new PrivacyEngine."
             )
+        charged = self._accountant.failure_probability - accountant.failure_probability
+        if charged > 0.0:
+            accountant.add_failure_probability(min(1.0, charged))
         self._accountant = accountant
 
     def use(self, dataset: Any) -> None:
@@ -177,7 +180,7 @@ class Spending:
             spent: What was spent where the optimizer's new state was saved.
             optimizer: One of those counted here.
         """
-        told: Runs = spent["runs"]
+        told, found = dict[str, History](spent["runs"]), False
         for run, history in told.items():
             known = steps_of(self.runs().get(run, []))
             for noise, rate, steps in history:
@@ -186,9 +189,10 @@ class Spending:
                     count(self.accountant, noise, rate, new)
                     _add(self._runs.setdefault(run, []), (noise, rate, new))
                     self._taken_over.add(run)
+                    found = True
         others = self._taken_over & told.keys()
-        if self._taken_over and spent.get("failure_probability", 0.0) > self.accountant.failure_probability:
-            self.accountant.failure_probability = spent["failure_probability"]
+        if found:  # of which of their steps it is not known: all of it, though some may be counted
+            self.accountant.failure_probability += spent.get("failure_probability", 0.0)
         if others - optimizer.run.resumed:
             optimizer.run.resumed |= others
             steps = sum(map(steps_of, told.values()))

@@ -246,3 +246,26 @@ def test_an_audit_finds_truncation_that_is_accounted_as_poisson_and_nothing_wher
     assert not audit_step(_released(21), epsilon=charged, delta=delta, trials=100_000, confidence=0.999).violated
     accountant.add_failure_probability(min(1.0, 2 * stats.binom.sf(10, 21, 0.9)))
     assert math.isinf(accountant.get_epsilon(delta))
+
+
+def _cut(engine=None):
+    engine, model, optimizer, loader = make(None, engine or PrivacyEngine(), noise_multiplier=1.0, max_batch_size=20)
+    for batch in loader:
+        step(model, optimizer, *batch)
+    return engine, optimizer
+
+
+def test_the_charges_of_two_runs_add_up_where_one_goes_on_from_the_others_state():
+    (engine, optimizer), (_, other) = _cut(), _cut()
+    charged = engine.accountant.failure_probability
+    for _ in range(2):  # the second time it is counted already
+        optimizer.load_state_dict(other.state_dict())
+        assert engine.accountant.failure_probability == pytest.approx(2 * charged)
+
+
+def test_another_accountant_with_the_same_history_has_the_charge_too():
+    engine, _ = _cut()
+    epsilon, other = engine.get_epsilon(1e-2), PRVAccountant()
+    other.history = list(engine.accountant.history)
+    engine.accountant = other
+    assert engine.get_epsilon(1e-2) == epsilon
