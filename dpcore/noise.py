@@ -184,8 +184,12 @@ class GaussianNoise:
         return type(self).generator is GaussianNoise.generator
 
     def state_dict(self) -> dict[str, str]:
-        """Seed (up to 128 bits, as a decimal string), rank, and version: with the step number the whole state."""
-        return {"seed": str(self.seed), "rank": str(self.rank), "version": str(self.version)}
+        """Seed (up to 128 bits, as a decimal string), rank, and version: with the step number the whole state.
+
+        And whether the seed, or the one that it follows from, is one of the user's.
+        """
+        state = {"seed": str(self.seed), "rank": str(self.rank), "version": str(self.version)}
+        return state | {"chosen": "True"} if self.is_chosen else state
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Go on with the noise of a state; ValueError where its stream is one that this dpcore does not know."""
@@ -196,6 +200,7 @@ class GaussianNoise:
                 "wrote the state, or a newer one."
             )
         self.seed, self.rank, self.version = int(state["seed"]), int(state["rank"]), version
+        self.is_chosen = self.is_chosen or "chosen" in state
 
     def _twister_state(self, words: bytes) -> Tensor:
         """Return a generator's state with 624 fresh words.
