@@ -151,7 +151,7 @@ class GaussianNoise:
                 "Noise is being drawn while a CUDA graph is captured, whose every replay would add the same numbers; "
                 "capture what comes before the noise, and add it outside of the graph."
             )
-        flat = target.reshape(-1)
+        flat = target.contiguous().view(-1)
         on_cpu = native.put_normals if native.serves(flat) else normals.put
         put = gpu.draw_normals if gpu.serves_noise(flat) else on_cpu
         put(flat, std, self.name(step), start, add=add)

@@ -235,3 +235,11 @@ def test_version_1_draws_by_the_kernel_for_cuda_only_where_it_is_asked_for(monke
     for asked in (False, True):
         monkeypatch.setattr("dpcore.gpu.available", lambda asked=asked: asked)
         assert bool(noise.fill_(torch.ones(9), 1.0, 0).any()) is not asked
+
+
+@by_kernel
+def test_every_other_number_of_a_vector_may_be_a_target():
+    noise, whole = GaussianNoise(3), torch.zeros(18)
+    noise.add_(whole[::2], 1.0, 0)
+    assert torch.equal(whole[::2], noise.fill_(torch.empty(9), 1.0, 0)) and not whole[1::2].any()
+    assert torch.equal(noise.fill_(whole[1::2], 1.0, 0), whole[::2])
