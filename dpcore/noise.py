@@ -143,15 +143,15 @@ class GaussianNoise:
     def _put(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:
         if std == 0.0:
             return target
-        # The kernel for CUDA drew the same in version 1.
-        if not self._is_own or (self.version == 1 and not gpu.serves_noise(target)):
+        # The kernel for CUDA drew the same in version 1, where it was asked for.
+        if not self._is_own or (self.version == 1 and not (gpu.available() and gpu.serves_noise(target))):
             return self._put_of_generator(target, std, step, start, add)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise PrivacyError(
                 "Noise is being drawn while a CUDA graph is captured, whose every replay would add the same numbers; "
                 "capture what comes before the noise, and add it outside of the graph."
             )
-        flat = target.reshape(-1)
+        flat = target.contiguous().view(-1)
         on_cpu = native.put_normals if native.serves(flat) else normals.put
         put = gpu.draw_normals if gpu.serves_noise(flat) else on_cpu
         put(flat, std, self.name(step), start, add=add)
@@ -184,8 +184,12 @@ class GaussianNoise:
         return type(self).generator is GaussianNoise.generator
 
     def state_dict(self) -> dict[str, str]:
-        """Seed (up to 128 bits, as a decimal string), rank, and version: with the step number the whole state."""
-        return {"seed": str(self.seed), "rank": str(self.rank), "version": str(self.version)}
+        """Seed (up to 128 bits, as a decimal string), rank, and version: with the step number the whole state.
+
+        And whether the seed, or the one that it follows from, is one of the user's.
+        """
+        state = {"seed": str(self.seed), "rank": str(self.rank), "version": str(self.version)}
+        return state | {"chosen": "True"} if self.is_chosen else state
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Go on with the noise of a state; ValueError where its stream is one that this dpcore does not know."""
@@ -196,6 +200,7 @@ class GaussianNoise:
                 "wrote the state, or a newer one."
             )
         self.seed, self.rank, self.version = int(state["seed"]), int(state["rank"]), version
+        self.is_chosen = self.is_chosen or "chosen" in state
 
     def _twister_state(self, words: bytes) -> Tensor:
         """Return a generator's state with 624 fresh words.

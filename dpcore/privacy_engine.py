@@ -19,7 +19,7 @@ from dpcore.opacus_names.engine import ExtensionPoints
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
-from dpcore.private_inputs import check_length, check_unprepared, steps_that_fit
+from dpcore.private_inputs import check_length, check_unprepared, rate_of, steps_that_fit
 from dpcore.private_setup import PrivateSettings, Setup, completed, run_seed, spelled_out
 from dpcore.progress import progress
 from dpcore.secret_seeds import check_seed
@@ -146,8 +146,7 @@ class PrivacyEngine(ExtensionPoints):
         if isinstance(loader, DPDataLoader):
             settings["sample_rate"] = loader.sample_rate
         check_length(loader, settings["sample_rate"])
-        rate = 1 / len(loader) if settings["sample_rate"] is None else settings["sample_rate"]
-        mechanism = self.accountant.mechanism()
+        rate, mechanism = rate_of(settings), self.accountant.mechanism()
         # Calibration finds that these steps fit; only beyond them need epsilon be computed at every step.
         planned, failing = steps_that_fit(settings, rate, target_epsilon, target_delta, epochs, mechanism)
         private = self.make_private(noise_multiplier=planned[0], **settings)

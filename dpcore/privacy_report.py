@@ -16,7 +16,6 @@ from dpcore.accountants.accountant import totals
 from dpcore.accountants.pld import PLDAccountant
 from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.checkpoint import Checkpoint
-from dpcore.data_loader import DPDataLoader
 from dpcore.log_chart import COLOURS, Axis, Curve, chart
 from dpcore.privacy_engine import PrivacyEngine
 
@@ -28,6 +27,7 @@ NOT_COVERED = (
     "A person with several examples: the promise is for one example, and weaker for all of theirs together.",
     "The training machine: its memory, its clock, and checkpoints, which hold the seed of the noise.",
 )
+SEEDED = "the noise is of a seed that was chosen, and protects nothing from those who know it."
 _SUBSAMPLED = ("prv", "rdp", "gdp")
 """Accountants whose history is one of Poisson-subsampled Gaussian steps, whatever they make of it."""
 _RATES = (0.001, 0.01, 0.1)
@@ -114,7 +114,8 @@ class PrivacyReport:
 class _Run:
     """What is known of the runs: the accountant's state, the settings of each, how batches were drawn.
 
-    ``is_poisson``: whether dpcore drew them; None: it is not known, because steps were counted by hand.
+    ``is_poisson``: whether dpcore drew them; None: it is not known, because steps were counted by hand, or batches were
+    not checked.
     """
 
     accountant: Mapping[str, Any]
@@ -134,15 +135,14 @@ def report(engine: PrivacyEngine) -> PrivacyReport:
         ValueError: it has counted no step, or by an accountant of your own.
     """
     spending = engine._spending
-    optimizers = spending.optimizers()
-    chosen = any(optimizer.noise.is_chosen for optimizer in optimizers)
-    seeded = "the noise is of a seed that was chosen, and protects nothing from those who know it."
+    made = spending.made()
+    poisson = {run.is_poisson for run in made} or {None}
     run = _Run(
         accountant=engine.accountant.state_dict(),
-        settings=[optimizer.run.setting for optimizer in optimizers],
+        settings=[run.setting for run in made],
         examples=spending._examples,
-        is_poisson=all(isinstance(o.run.loader, DPDataLoader) for o in optimizers) if optimizers else None,
-        warnings=(seeded,) if chosen else (),
+        is_poisson=next(drawn for drawn in (False, None, True) if drawn in poisson),
+        warnings=(SEEDED,) if any(run.is_chosen for run in made) else (),
     )
     return _of_run(run)
 
@@ -161,7 +161,8 @@ def report_of_checkpoint(path: str | os.PathLike[str]) -> PrivacyReport:
     sampler = checkpoint.sampler
     settings = [checkpoint.settings] if checkpoint.settings else []
     examples = int(sampler["examples"]) if sampler and "examples" in sampler else None
-    return _of_run(_Run(checkpoint.accountant, settings, examples, is_poisson=sampler is not None))
+    warnings = (SEEDED,) if checkpoint.private and "chosen" in checkpoint.private.noise else ()
+    return _of_run(_Run(checkpoint.accountant, settings, examples, sampler is not None, warnings))
 
 
 def _of_run(run: _Run) -> PrivacyReport:
@@ -223,14 +224,14 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
     drawn = {True: "Poisson samples, drawn by dpcore", False: "not drawn by dpcore", None: "not known"}
     rows += [("batches", drawn[run.is_poisson])]
     rows += [("steps", "; ".join(shown))]
-    for setting in run.settings:
+    for setting in filter(None, run.settings):
         bounds, clipping = setting.get("max_grad_norm"), setting.get("clipping", "flat")
         rows += [("clipping", f"{clipping}, max_grad_norm {bounds}")]
         rows += [("divisor of the updates", f"{setting.get('expected_batch_size')}")]
     if failure := accountant.failure_probability:
         rows += [("steps may fail with probability", f"{failure:g}, counted")]
     rows += [("accountant", "the privacy loss's distribution, an upper bound (dpcore)")]
-    return Table("How it was trained", ("", ""), tuple(rows))
+    return Table("How it was trained", ("", ""), tuple(dict.fromkeys(rows)))
 
 
 def _units(run: _Run) -> str:

@@ -113,6 +113,16 @@ def longest_batch(settings: Mapping[str, Any]) -> int | None:
     return getattr(drawn, "max_batch_size", None) if given is None else given
 
 
+def rate_of(settings: Mapping[str, Any]) -> float:
+    """Return the chance of an example to be in a batch: that of a loader which draws its batches, or as given."""
+    loader = settings["data_loader"]
+    drawn = getattr(loader, "batch_sampler", None)
+    if isinstance(drawn, UniformWithReplacementSampler) and settings["poisson_sampling"]:
+        return drawn.sample_rate
+    rate: float = 1 / len(loader) if settings["sample_rate"] is None else settings["sample_rate"]
+    return rate
+
+
 def steps_that_fit(
     settings: Mapping[str, Any], rate: float, epsilon: float, delta: float, epochs: float, mechanism: str
 ) -> tuple[tuple[float, float, int], float]:

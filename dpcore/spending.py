@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dpcore.accountants import IAccountant
@@ -20,6 +21,26 @@ from dpcore.secret_seeds import derived_seed
 
 Runs = dict[str, History]
 """Histories, by the names of the runs."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a run was made: its settings, whether dpcore drew its batches, and whether its seed was chosen.
+
+    ``is_poisson``: None where it is not known.
+    """
+
+    setting: Mapping[str, Any]
+    is_poisson: bool | None
+    is_chosen: bool
+
+    @classmethod
+    def by(cls, optimizer: DPOptimizer) -> Made:
+        """Return what is known of the run of ``optimizer``."""
+        run = optimizer.run
+        checked = None if run.ledger is None or not run.ledger.checks else True
+        poisson = checked if isinstance(run.loader, DPDataLoader) else False
+        return cls(run.setting, poisson, optimizer.noise.is_chosen)
 
 
 class Spending:
@@ -38,6 +59,7 @@ class Spending:
         self._name = secrets.token_hex(16)  # of the steps that were counted by hand
         self._runs: Runs = {}
         self._taken_over: set[str] = set()  # runs that an optimizer's state has told of
+        self._made: dict[str, Made] = {}  # those whose steps were counted here
 
     @property
     def accountant(self) -> IAccountant:
@@ -53,6 +75,9 @@ class Spending:
                 "forget them. To read it by another accountant, give that the same history (other.history = "
                 "list(engine.accountant.history)); for another run use a new PrivacyEngine."
             )
+        charged = self._accountant.failure_probability - accountant.failure_probability
+        if charged > 0.0:
+            accountant.add_failure_probability(min(1.0, charged))
         self._accountant = accountant
 
     def use(self, dataset: Any) -> None:
@@ -152,9 +177,18 @@ class Spending:
         """Count a step, whose batches were drawn at ``rate`` and each cut at most so often, and under which name."""
         self.accountant.get_optimizer_hook_fn(rate)(optimizer)
         k = optimizer.accumulated_iterations
+        self._made[optimizer.run.name] = Made.by(optimizer)
         if failure:
             self.accountant.add_failure_probability(min(1.0, k * failure))
         _add(self._runs.setdefault(optimizer.run.name, []), (optimizer.noise_multiplier / k**0.5, rate, k))
+
+    def made(self) -> list[Made]:
+        """Return how the runs were made whose steps are counted here, also of those whose optimizers are gone.
+
+        And those to come, and steps that were counted by hand, of which nothing is known.
+        """
+        by_hand = [Made({}, None, False)] if self.runs().get(self._name) else []
+        return [*({o.run.name: Made.by(o) for o in self.optimizers()} | self._made).values(), *by_hand]
 
     def runs(self) -> Runs:
         """Return all steps by the names of their runs; those counted by hand have a name of their own."""
@@ -177,7 +211,7 @@ class Spending:
             spent: What was spent where the optimizer's new state was saved.
             optimizer: One of those counted here.
         """
-        told: Runs = spent["runs"]
+        told, found = dict[str, History](spent["runs"]), False
         for run, history in told.items():
             known = steps_of(self.runs().get(run, []))
             for noise, rate, steps in history:
@@ -186,9 +220,10 @@ class Spending:
                     count(self.accountant, noise, rate, new)
                     _add(self._runs.setdefault(run, []), (noise, rate, new))
                     self._taken_over.add(run)
+                    found = True
         others = self._taken_over & told.keys()
-        if self._taken_over and spent.get("failure_probability", 0.0) > self.accountant.failure_probability:
-            self.accountant.failure_probability = spent["failure_probability"]
+        if found:  # of which of their steps it is not known: all of it, though some may be counted
+            self.accountant.failure_probability += spent.get("failure_probability", 0.0)
         if others - optimizer.run.resumed:
             optimizer.run.resumed |= others
             steps = sum(map(steps_of, told.values()))

@@ -89,6 +89,9 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self._left = 0
         self._resumed: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("seed", "_generator")}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Draw a secret seed in a copy: two models on the same batches spend more than two on their own."""
         self.__dict__.update(state, _generator=None)

@@ -179,6 +179,11 @@ class ExtendedSetup(Setup):
                 f"{settings['sample_rate']}: the accountant must know with what chance an example is in a batch. "
                 "Return a DPDataLoader (of super()._prepare_data_loader(...), say), and leave sample_rate out."
             )
+        if settings["max_batch_size"] not in (None, most := made.sampler_state.max_batch_size):
+            raise ValueError(
+                f"max_batch_size is {settings['max_batch_size']}, and {kind}._prepare_data_loader() returned a loader "
+                f"with max_batch_size={most}; give it to the DPDataLoader there."
+            )
         return made, made.sample_rate
 
     def recorded(self) -> Any:

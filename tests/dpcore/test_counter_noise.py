@@ -224,3 +224,22 @@ def test_a_state_of_version_1_goes_on_with_its_stream():
     assert not torch.equal(fresh.add_(torch.zeros(1000), 1.0, 3), expected)
     with pytest.raises(ValueError, match="version 3 of the stream"):
         noise.load_state_dict({"seed": "5", "rank": "0", "version": "3"})
+
+
+def test_version_1_draws_by_the_kernel_for_cuda_only_where_it_is_asked_for(monkeypatch):
+    """Without being asked it drew by torch's generator, and a resumed run repeats steps with the same noise."""
+    monkeypatch.setattr("dpcore.gpu.serves_noise", lambda target: True)
+    monkeypatch.setattr("dpcore.gpu.draw_normals", lambda target, *of, **how: target.zero_())
+    noise = GaussianNoise(3)
+    noise.load_state_dict({"seed": "3", "rank": "0"})
+    for asked in (False, True):
+        monkeypatch.setattr("dpcore.gpu.available", lambda asked=asked: asked)
+        assert bool(noise.fill_(torch.ones(9), 1.0, 0).any()) is not asked
+
+
+@by_kernel
+def test_every_other_number_of_a_vector_may_be_a_target():
+    noise, whole = GaussianNoise(3), torch.zeros(18)
+    noise.add_(whole[::2], 1.0, 0)
+    assert torch.equal(whole[::2], noise.fill_(torch.empty(9), 1.0, 0)) and not whole[1::2].any()
+    assert torch.equal(noise.fill_(whole[1::2], 1.0, 0), whole[::2])

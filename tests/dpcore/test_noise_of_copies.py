@@ -16,6 +16,7 @@ from dpcore import PrivacyEngine
 from dpcore.data_loader import DPDataLoader
 from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError
+from dpcore.loading.uniform_sampler import UniformWithReplacementSampler
 from dpcore.noise import GaussianNoise, SecureNoise
 from tests.dpcore.private_setup import losses, make, small_data
 
@@ -150,3 +151,10 @@ def test_a_private_loop_that_goes_on_in_two_processes():
         return struct.pack("d", model.weight[0, 0].item())
 
     assert _in_child(update) != update()
+
+
+def test_a_pickled_sampler_does_not_tell_the_seed_of_the_batches():
+    sampler = UniformWithReplacementSampler(num_samples=20, sample_rate=0.5)
+    held = pickle.dumps(sampler)
+    assert sampler.seed.to_bytes(17, "little")[:15] not in held
+    assert pickle.loads(held).num_samples == 20

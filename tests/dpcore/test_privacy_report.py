@@ -14,6 +14,7 @@ import dpcore
 from dpcore import PrivacyEngine, UnsupportedError
 from dpcore.__main__ import main
 from dpcore.accountants import create_accountant
+from dpcore.privacy_report import report_of_checkpoint
 from tests.dpcore.private_setup import make, small_data, step
 
 
@@ -121,3 +122,32 @@ def test_without_tqdm_there_is_a_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(UnsupportedError, match="pip install tqdm"):
         next(PrivacyEngine().progress([1]))
+
+
+def test_runs_whose_optimizers_are_gone_are_on_the_page():
+    engine, users = PrivacyEngine(), dpcore.users(small_data(), [row % 20 for row in range(60)], K=2)
+    shuffled = DataLoader(small_data(), batch_size=10, shuffle=True)
+    for given in ({"poisson_sampling": False, "data_loader": shuffled}, {"data_loader": DataLoader(users)}):
+        _, model, optimizer, loader = make(nn.Linear(6, 3).double(), engine, noise_multiplier=1.0, **given)
+        step(model, optimizer, *next(iter(loader)))
+    del model, optimizer, loader
+    page = str(dpcore.report(engine))
+    assert "batches were not drawn by dpcore" in page
+    assert "removing one training example" in page and "| unit | one example |" in page
+
+
+def test_what_cannot_be_known_is_on_the_page():
+    own = make(nn.Linear(6, 3).double(), PrivacyEngine(), noise_multiplier=1.0, check_batches=False)
+    beside = make(nn.Linear(6, 3).double(), PrivacyEngine(), noise_multiplier=1.0)
+    beside[0].accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    for engine, model, optimizer, loader in (own, beside):
+        step(model, optimizer, *next(iter(loader)))
+        assert "batches may not have been drawn by dpcore" in str(dpcore.report(engine))
+
+
+def test_a_checkpoint_tells_that_its_seed_was_chosen(tmp_path):
+    for seed in (3, None):
+        engine, model, optimizer, loader = make(nn.Linear(6, 3), PrivacyEngine(seed=seed), noise_multiplier=1.0)
+        step(model, optimizer, *(part.float() if part.is_floating_point() else part for part in next(iter(loader))))
+        engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+        assert ("of a seed that was chosen" in str(report_of_checkpoint(tmp_path / "run.pt"))) is (seed is not None)

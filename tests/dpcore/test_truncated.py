@@ -246,3 +246,52 @@ def test_an_audit_finds_truncation_that_is_accounted_as_poisson_and_nothing_wher
     assert not audit_step(_released(21), epsilon=charged, delta=delta, trials=100_000, confidence=0.999).violated
     accountant.add_failure_probability(min(1.0, 2 * stats.binom.sf(10, 21, 0.9)))
     assert math.isinf(accountant.get_epsilon(delta))
+
+
+def _cut(engine=None):
+    engine, model, optimizer, loader = make(None, engine or PrivacyEngine(), noise_multiplier=1.0, max_batch_size=20)
+    for batch in loader:
+        step(model, optimizer, *batch)
+    return engine, optimizer
+
+
+def test_the_charges_of_two_runs_add_up_where_one_goes_on_from_the_others_state():
+    (engine, optimizer), (_, other) = _cut(), _cut()
+    charged = engine.accountant.failure_probability
+    for _ in range(2):  # the second time it is counted already
+        optimizer.load_state_dict(other.state_dict())
+        assert engine.accountant.failure_probability == pytest.approx(2 * charged)
+
+
+def test_another_accountant_with_the_same_history_has_the_charge_too():
+    engine, _ = _cut()
+    epsilon, other = engine.get_epsilon(1e-2), PRVAccountant()
+    other.history = list(engine.accountant.history)
+    engine.accountant = other
+    assert engine.get_epsilon(1e-2) == epsilon
+
+
+def test_an_engine_with_a_loader_of_its_own_does_not_forget_the_bound():
+    class Own(PrivacyEngine):
+        def _prepare_data_loader(self, data_loader, **options):
+            return super()._prepare_data_loader(data_loader, **options)
+
+    with pytest.raises(ValueError, match=r"max_batch_size is 20, and Own\._prepare_data_loader"):
+        make(None, Own(), sample_rate=None, max_batch_size=20)
+
+
+def test_noise_for_a_budget_is_that_of_the_rate_at_which_a_loaders_sampler_draws():
+    drawn = UniformWithReplacementSampler(num_samples=60, sample_rate=0.3)  # four batches a round, and not a quarter
+    model, engine = small_model(), PrivacyEngine()
+    _, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(small_data(), batch_sampler=drawn),
+        max_grad_norm=1.0,
+        target_epsilon=2.0,
+        target_delta=1e-2,
+        epochs=2,
+    )
+    accountant = PRVAccountant()
+    accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=loader.sample_rate, steps=8)
+    assert 1.99 < accountant.get_epsilon(1e-2) <= 2.0
