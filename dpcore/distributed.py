@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.secret_seeds import Seeded, derived_seed
 
 
 class Ranks:
@@ -82,14 +83,22 @@ class Ranks:
         high, middle, low = words.tolist()
         return (high << 124 | middle << 62 | low) % 2**128
 
-    def agree(self, values: dict[str, Any]) -> None:
-        """PrivacyError unless every value has the same text on all ranks; the message names it but not its value."""
+    def join_noise(self, noise: Seeded) -> None:
+        """Give all ranks one seed where some have gone on with other noise: each draws its part of one stream."""
+        if self._differing({"seed": noise.seed}):
+            noise.seed = derived_seed(0, *self.gather(noise.seed))
+
+    def _differing(self, values: dict[str, Any]) -> list[str]:
+        """Return the names of the values whose text is not the same on all ranks."""
         mine = torch.tensor([_digest([repr(v).encode()]) for v in values.values()], device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         self._together(lambda: dist.all_gather(everyone, mine, group=self.group))
         differs = (torch.stack(everyone) != everyone[0]).any(0).tolist()
-        if any(differs):
-            names = [name for name, different in zip(values, differs, strict=True) if different]
+        return [name for name, different in zip(values, differs, strict=True) if different]
+
+    def agree(self, values: dict[str, Any]) -> None:
+        """PrivacyError unless every value has the same text on all ranks; the message names it but not its value."""
+        if names := self._differing(values):
             raise PrivacyError(
                 f"The ranks differ in {', '.join(names)}: what they would release together is not what the accountant "
                 "counts. Give every rank the same settings and seed, and the same weights: wrap the module in "

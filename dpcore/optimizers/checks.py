@@ -136,6 +136,7 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
             "the number of steps": optimizer.steps,
             "the number of accumulated batches": optimizer.accumulated_iterations,
             "noise_multiplier": optimizer.noise_multiplier,
+            "the kind of the noise": (type(optimizer.noise).__name__, optimizer.noise.version),
             "max_grad_norm": optimizer.max_grad_norm,
             "expected_batch_size": optimizer.expected_batch_size,
             "the optimizer's settings": groups,

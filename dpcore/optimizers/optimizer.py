@@ -236,6 +236,8 @@ class DPOptimizer(ClippingOptimizer):
                 guard(self)
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
             self.run.name_noise(self.noise, self.steps)
+            if self.ranks is not None and self.noise.has_addresses:
+                self.ranks.join_noise(self.noise)
             for param in self.accumulator.names:
                 param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
             self.add_noise()

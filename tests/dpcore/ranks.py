@@ -221,6 +221,16 @@ def check_shares() -> Any:
     return found
 
 
+def check_branches() -> Any:
+    """The noise's seeds of all ranks behind a step before which the last rank went on with other noise, alone."""
+    _, module, optimizer, _ = private(1.0, torch.float32, check_batches=False)
+    before = optimizer.noise.seed
+    if dist.get_rank() == dist.get_world_size() - 1:
+        optimizer.noise.branch("alone", known=True)
+    step(module, optimizer, *data(torch.float32)[:2][:2])
+    return {"seed": optimizer.noise.seed, "moved": optimizer.noise.seed != before, "weights": weights(module)}
+
+
 def step_in_half_precision() -> bool:
     """Return whether a step of a sharded bfloat16 model, of whose batch rank 0 has nothing, leaves finite weights."""
     _, module, optimizer, _ = private(1.0, torch.bfloat16, how="sharded", check_batches=False)

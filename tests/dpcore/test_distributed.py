@@ -20,7 +20,19 @@ from tests.dpcore.several import launch, trained_alone, union
 pytestmark = pytest.mark.xdist_group("ranks")  # one launch for all of them
 
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
-CHECKS = ["sums", "pieces", "units", "noise", "shares", "secure", "empty", "resume", "adaptive", "generator"]
+CHECKS = [
+    "sums",
+    "pieces",
+    "units",
+    "noise",
+    "shares",
+    "branches",
+    "secure",
+    "empty",
+    "resume",
+    "adaptive",
+    "generator",
+]
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
 """Whether this torch's fully_shard works on a CPU: that of torch 2.6 ends in an AttributeError as it first gathers."""
 CHECKS += ["sharded"] if SHARDS_HERE else []
@@ -63,6 +75,13 @@ def test_the_noises_bits_are_those_of_one_process_and_each_rank_draws_its_share(
     for report in (one for r in found for one in r["shares"].values()):
         assert report["equal"]
         assert abs(report["drawn"] - report["of"] / len(found)) < 1
+
+
+def test_ranks_of_which_one_goes_on_with_other_noise_all_do(found):
+    """Each draws a part of one stream, and a checkpoint has the seed of rank 0."""
+    reports = [r["branches"] for r in found]
+    assert all(r["moved"] and r["seed"] == reports[0]["seed"] for r in reports)
+    assert all(torch.equal(r["weights"], reports[0]["weights"]) for r in reports)
 
 
 def test_without_a_seed_the_ranks_share_a_secret_one(found):
