@@ -200,11 +200,10 @@ _mount()
 
 
 def _refuse_empty(arguments: list[str]) -> None:
-    """BadInput where a value is empty, as of a variable that was not set: as a folder that would be the current one."""
+    """BadInput where the name of a folder is empty, as of a variable that was not set: it would be the current one."""
     for before, value in zip(["", *arguments], arguments, strict=False):
-        option, _, given = value.partition("=") if value.startswith("--") else (before, "", value)
-        if not given and (not value or value.endswith("=")):
-            what = option if option.startswith("--") else "An argument"
+        if value in ("--out=", "--in=") or (not value and (before in ("--out", "--in") or not before.startswith("-"))):
+            what = value.rstrip("=") or (before if before.startswith("-") else "An argument")
             raise BadInput(f"{what} is empty: give a value, or leave it out.")
 
 

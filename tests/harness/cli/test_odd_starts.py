@@ -56,7 +56,7 @@ def test_texts_are_utf_8_whatever_the_locale_says(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["run", "e2e", "--out", ""], "--out is empty: give a value, or leave it out."),
-        (["report", "records", "--tasks="], "--tasks is empty: give a value, or leave it out."),
+        (["report", "records", "--out="], "--out is empty: give a value, or leave it out."),
         (["report", ""], "An argument is empty: give a value, or leave it out."),
         (["run", "frontier", "--seconds", "0"], "--seconds is 0.0: it must be above 0 and finite."),
     ],
