@@ -210,7 +210,7 @@ def test_a_file_that_is_no_checkpoint_is_one_sentence(tmp_path, content) -> None
         run.load(tmp_path / "other.pt")
 
 
-@pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04 broken off", pickle.dumps(nn.Linear(1, 1))])
+@pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04 broken off", pickle.dumps(nn.Linear)], ids=repr)
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, content) -> None:
     (tmp_path / "other.pt").write_bytes(content)
     with pytest.raises(ValueError, match=r"other\.pt cannot be read as a checkpoint \(.*save_checkpoint wrote.*trust"):
