@@ -52,13 +52,14 @@ class Size:
 # Harness by 32 and tests by 44 for keys that know the kind of machine, and blocks whose order is their own. Then
 # harness by 1,152 and tests by 710 for grids: units, what their files say, launchers and their verbs; a real Slurm and
 # a real Ray whose nodes are killed. Then harness by 381 and tests by 322 for packs that others check: what is computed
-# anew, and thirty-two ways to tamper. Harness by 210 and tests by 75 for Croissant metadata and a snapshot of results.
+# anew, and thirty-two ways to tamper. Harness by 255 and tests by 145 for Croissant metadata, a snapshot of results,
+# and what 100,000 records cost; a job that verifies packs.
 LIMITS = {
-    "harness": Size(lines=38_710, long_classes=0, long_files=5),
+    "harness": Size(lines=38_755, long_classes=0, long_files=5),
     "dpcore": Size(lines=30_505, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_130, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=54_800, long_classes=0, long_files=16),
+    "tests": Size(lines=54_870, long_classes=0, long_files=16),
 }
 
 
