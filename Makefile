@@ -32,7 +32,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts dependents golden golden-weights prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-grid test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts dependents golden golden-weights scale verify-packs prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-grid test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ prove-alerts: $(READY)  ##ci planted slowdowns, memory and clip faults, and A/A:
 
 golden: $(READY)  ##ci every number of every committed run's report is what it was; ARGS=--write where a change is meant
 	$(BIN)/python -m proofs.golden.reports $(ARGS)
+
+scale: $(READY)  ##ci processor time and memory of pack, merge and report, of 100,000 simulated records: docs/grid.md
+	$(BIN)/python -m proofs.scale $(ARGS)
 
 golden-weights: $(TORCH_READY)  ##ci seeded runs of dpcore end with the weights that they had, bit for bit; ARGS=--write on the commit before
 	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m proofs.golden.weights $(ARGS)
@@ -188,6 +191,11 @@ compare-wheel: $(READY)  ##ci PACKAGE, WHEEL; BASE_VERSION (default the last rel
 comment:  ##ci FILE as the comment of PULL_REQUEST in REPOSITORY (owner/name), over its former one
 	@sed 's/@/\&#64;/g; s/<!--/\&lt;!--/g' "$$FILE" | head --bytes=60000 | iconv --from-code=UTF-8 --to-code=UTF-8 -c | \
 	  gh pr comment "$$PULL_REQUEST" --repo "$$REPOSITORY" --edit-last --create-if-none --body-file -
+
+# Packs of strangers: their names are read by xargs and never by a shell.
+verify-packs: $(READY)  ##ci dpbench verify of every pack in results/records that differs from the commit BASE: docs/submit.md
+	git diff -z --name-only --diff-filter=d "$$BASE" -- 'results/records/*.jsonl.gz' | \
+	  xargs -0 --no-run-if-empty --max-args=1 $(BIN)/dpbench verify
 
 history-publish:  ##ci commits and pushes new files of results/history; PUBLISH_BY: commit or pull-request
 	@.ci/publish_history.sh

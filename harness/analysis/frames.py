@@ -21,7 +21,7 @@ from harness.analysis import naming, stats
 from harness.errors import BadInput
 from harness.paths import ROOT
 from harness.store import surroundings
-from harness.store.record import Record
+from harness.store.record import GateCheck, Record
 from harness.tasks import TASKS
 
 SECTION = ["machine", "device", "protocol", "isolation"]
@@ -594,28 +594,21 @@ def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
 def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
     """Return per section, task, contestant and check: the largest error of all records and its limit; passed if all
     passed."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows_of(current):
-        record_gate = records[row.Index].gate
-        if record_gate is None:
-            continue
-        for check in record_gate.checks:
-            where = (row.machine, row.device, row.protocol, row.isolation, row.task, row.contestant, check.check)
-            entry = {
-                **dict(zip([*SECTION, "task", "contestant", "check"], where, strict=True)),
-                "error": check.error,
-                "limit": check.limit,
-                "passed": check.passed,
-                "detail": check.detail,
-            }
+    keys, shown = [*SECTION, "task", "contestant"], ["error", "limit", "passed", "detail"]
+    found: dict[tuple[Any, ...], GateCheck] = {}
+    for index, *place in current[keys].itertuples(name=None):
+        record_gate = records[index].gate
+        for check in record_gate.checks if record_gate else ():
+            where = (*place, check.check)
             known = found.get(where)
-            if known is None or _worse(entry, known):
-                found[where] = entry
-    return pd.DataFrame(found.values())
+            if known is None or _worse(check, known):
+                found[where] = check
+    rows = [(*where, *(getattr(check, name) for name in shown)) for where, check in found.items()]
+    return pd.DataFrame(rows, columns=[*keys, "check", *shown] if rows else None)
 
 
-def _worse(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return (not a["passed"], a["error"] or 0.0) > (not b["passed"], b["error"] or 0.0)
+def _worse(a: GateCheck, b: GateCheck) -> bool:
+    return (not a.passed, a.error or 0.0) > (not b.passed, b.error or 0.0)
 
 
 def privacy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,16 +12,30 @@ def findings(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; end with 1 where a table is out of date.")
     ] = False,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="Only pack results/ into this .tar, with its checksum beside it.", metavar="FILE"),
+    ] = None,
 ) -> None:
-    """Write the tables and the figure of README, docs and results/findings anew from the committed records."""
-    from harness.published import index, pages
+    """Write the tables and the figure of README, docs and results/findings anew from the committed records.
+
+    And results/croissant.json, which describes the records to programs.
+    """
+    from harness.published import croissant, index, pages
+    from harness.published import snapshot as archive
     from harness.store.cache import write_atomically
 
-    index.load()  # says what is wrong where there is no checkout
+    runs = index.load()  # says what is wrong where there is no checkout
+    if snapshot is not None:
+        typer.echo(f"{archive.write(snapshot)}  {snapshot}")
+        return
     stale = False
+    made: list[dict[Path, bytes]] = [{croissant.FILE: croissant.text(runs).encode()}]
     for page in pages.pages():
         before = page.read_text(encoding="utf-8")
-        for path, content in {page: pages.fill(page, before).encode(), **pages.pictures(before)}.items():
+        made.append({page: pages.fill(page, before).encode(), **pages.pictures(before)})
+    for files in made:
+        for path, content in files.items():
             if path.exists() and path.read_bytes() == content:
                 continue
             stale = True

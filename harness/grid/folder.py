@@ -21,6 +21,7 @@ from harness.grid.plan import Plan, Unit
 from harness.store import cache, surroundings
 from harness.store import folder as store
 from harness.store.read import load
+from harness.store.record import Record
 
 END, BEAT = "unit.json", "beat"
 BEAT_SECONDS = 15.0
@@ -138,8 +139,9 @@ class GridFolder:
         probe.touch()
         return probe.stat().st_mtime
 
-    def fault_of(self, unit: Unit) -> str | None:
-        """Return why a unit does not count: it is not done, not what was planned, changed since, or of two machines."""
+    def judge(self, unit: Unit) -> str | list[Record]:
+        """Return a unit's records, or why it does not count: it is not done, not what was planned, changed since, or of
+        two machines."""
         folder = self.units / unit.name
         end = read_end(folder)
         if end is None:
@@ -153,7 +155,7 @@ class GridFolder:
         runs = {record.block.run for record in records}
         if len(places) > 1 or len(runs) > 1:
             return f"its records are of {len(places)} machines and {len(runs)} runs; remove {folder}"
-        return None
+        return records
 
     def merge(self, target: Path) -> tuple[int, dict[str, str]]:
         """Pack the records of all units that count into one file.
@@ -165,11 +167,16 @@ class GridFolder:
             BadInput: no unit counts, or the file cannot be written.
         """
         self.settle_all()
-        faults = {unit.name: fault for unit in self.plan.units if (fault := self.fault_of(unit)) is not None}
-        folders = [self.units / unit.name for unit in self.plan.units if unit.name not in faults]
-        if not folders:
+        faults: dict[str, str] = {}
+        lines: list[tuple[str, str]] = []
+        for unit in self.plan.units:
+            if isinstance(found := self.judge(unit), str):
+                faults[unit.name] = found
+            else:  # as text: all records of a large grid do not fit into memory as objects
+                lines += [(record.file_name, store.portable(record)) for record in found]
+        if not lines:
             raise BadInput(f"No unit of {self.path} is done; start them by `dpbench grid run {self.path}`.")
-        return store.pack(folders, target), faults
+        return store.write_pack(lines, target), faults
 
 
 def read_end(attempt: Path) -> End | None:

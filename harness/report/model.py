@@ -133,7 +133,7 @@ def section_names(sections: Sequence[Section]) -> dict[Section, str]:
 
 def readable(section: Section, here: pd.DataFrame) -> str:
     """Machine, threads and days of a section as a reader wants them. ``here``: its processes."""
-    return where(section.machine, sorted(str(started)[:10] for started in here.started))
+    return where(section.machine, sorted({str(started)[:10] for started in here.started}))
 
 
 def baselines(ratios: pd.DataFrame) -> str:
@@ -176,9 +176,15 @@ def task_title(task: str, synthetic: bool) -> str:
 
 
 @lru_cache(maxsize=64)
+def processes_of(tables: Tables, section: Section) -> pd.DataFrame:
+    """Return the rows of a section's processes, which many chapters and captions ask for; nobody changes them."""
+    return section.of(tables.raw)
+
+
+@lru_cache(maxsize=64)
 def provenance(tables: Tables, section: Section) -> str:
     """Return when and with which code a section was measured."""
-    return measured(section.of(tables.raw))
+    return measured(processes_of(tables, section))
 
 
 def measured(here: pd.DataFrame) -> str:
@@ -308,7 +314,7 @@ METRICS = {
 
 def memory_failures(tables: Tables, section: Section, task: str, synthetic: bool) -> pd.DataFrame:
     """``contestant``, ``batch_size``, ``state`` of the memory processes that failed, where none succeeded."""
-    here = section.of(tables.raw)
+    here = processes_of(tables, section)
     here = here[(here.purpose == "memory") & ~here.superseded & (here.task == task) & (here.synthetic == synthetic)]
     where = ["contestant", "batch_size"]
     ever_ok = here.assign(ok=here.state == "ok").groupby(where).ok.transform("any")

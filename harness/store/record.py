@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 import zlib
+from contextlib import suppress
 from dataclasses import field
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from harness.worker import result
 from harness.worker.result import State
 
 SCHEMA = 1
+OWN = f'{{"schema":{SCHEMA},'
 # How the names of packed files end.
 PACKED = (".jsonl", ".jsonl.gz")
 
@@ -395,6 +397,12 @@ MACHINE_FACTS: dict[str, type | tuple[type, ...]] = {
 
 def parse(text: str, origin: str) -> Record:
     """Raise :class:`BadInput`, naming ``origin``, for a corrupt record or one of a newer schema."""
+    if text.startswith(OWN) and "NaN" not in text and "Infinity" not in text:
+        # What dpbench wrote itself. Whatever is wrong with it is found and told below, by the slower way.
+        with suppress(ValidationError):
+            value = Record.model_validate_json(text)
+            if value.schema_ == SCHEMA:
+                return value
     try:
         data = json.loads(text, parse_constant=no_number)
         if isinstance(data, dict) and "schema" not in data:

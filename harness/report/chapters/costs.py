@@ -72,7 +72,7 @@ def hardware(tables: Tables, section: Section) -> list[Grid]:
 
 def _peaks(tables: Tables, section: Section) -> tuple[float, float] | None:
     """Return (FLOP/s, bytes/s), the best of all runs: whatever disturbed the measurement made it slower."""
-    said = (tables.records[i].machine.get("peaks") for i in section.of(tables.raw).index)
+    said = (tables.records[i].machine.get("peaks") for i in model.processes_of(tables, section).index)
     found = [p for p in said if p and min(p["flops_per_second"], p["bytes_per_second"]) > 0]
     if not found:
         return None

@@ -320,7 +320,7 @@ def gate_summary(tables: Tables, section: Section) -> list[Grid]:
 
 def _judged_as(tables: Tables, section: Section, tasks: Sequence[str]) -> Iterator[str]:
     """Yield one note where smaller networks were judged in place of these tasks."""
-    raw = section.of(tables.raw)
+    raw = model.processes_of(tables, section)
     gates = raw[(raw.purpose == "gate") & raw.task.isin(tasks) & raw.judged_as.notna()]
     if twins := sorted(set(zip(gates.task, gates.judged_as, strict=True))):
         yield f"Judged by a small network of the same structure: {', '.join(f'{t} by {twin}' for t, twin in twins)}."

@@ -425,6 +425,6 @@ def below_task(
     style: Mapping[str, Look],
 ) -> None:
     """Add the legend of ``names``, the notes, and where and when it was measured."""
-    where = f"{model.readable(section, section.of(tables.raw))}, rules {section.protocol}."
+    where = f"{model.readable(section, model.processes_of(tables, section))}, rules {section.protocol}."
     legend = {tables.title(name): style[name] for name in names if style[name].colour != looks.GREY}
     panel.below(drawing, [*notes, where], legend)

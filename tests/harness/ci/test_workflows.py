@@ -76,6 +76,7 @@ def test_there_is_something_to_check() -> None:
     assert {path.stem for path in WORKFLOWS} == {
         "compare-wheel",
         "nightly",
+        "packs",
         "pages",
         "pull-request",
         "release",
@@ -323,6 +324,43 @@ def test_a_step_is_a_make_target_that_exists_or_writes_one_file_of_the_runner(st
     )
     assert dry.returncode == 0, dry.stderr
     assert re.search(r"bin/|python\S* -m |gh pr comment|\.ci/publish_history\.sh", dry.stdout)
+
+
+def test_packs_of_a_pull_request_are_verified_one_by_one(tmp_path: Path) -> None:
+    env = environment(tmp_path, BASE="HEAD^1")
+    dpbench = tmp_path / "venv" / "bin" / "dpbench"
+    dpbench.write_text('#!/bin/sh\necho "called:$*"\n! grep -q bad "$2"\n')
+    records = tmp_path / "results" / "records"
+    records.mkdir(parents=True)
+    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
+    for name in ("requirements.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))  # so that what is set up is newer
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(**packs: str) -> None:
+        for name, content in packs.items():
+            (records / f"{name}.jsonl.gz").write_text(content)
+        git("add", "results")
+        git("commit", "-m", "packs")
+
+    def verified() -> tuple[int, list[str]]:
+        done = subprocess.run(["make", "verify-packs"], cwd=tmp_path, env=env, capture_output=True, text=True)
+        return done.returncode, re.findall(r"^called:(.*)$", done.stdout, re.MULTILINE)
+
+    git("init")
+    commit(old="good")
+    commit(**{"a b $(touch x)": "good", "c": "good"})
+    called = [f"verify results/records/{name}.jsonl.gz" for name in ("a b $(touch x)", "c")]
+    assert verified() == (0, called)
+    commit(d="bad", e="good")
+    assert verified() == (2, [f"verify results/records/{name}.jsonl.gz" for name in "de"])
+    (records / "note.txt").write_text("no pack")
+    commit()
+    assert verified() == (0, [])
 
 
 def test_every_pair_of_torch_and_python_has_a_job() -> None:

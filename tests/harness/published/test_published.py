@@ -20,7 +20,7 @@ from tests.support import record_factory as factory
 
 RESULTS = Path("results")
 # Lists, pages about the runs, and what is no run: the published tables and the history, which names its own files.
-APART = ("README.md", "index.toml", "paper/", "published/", "history/", "findings/")
+APART = ("README.md", "index.toml", "croissant.json", "paper/", "published/", "history/", "findings/")
 
 ENTRY = """
 [[run]]

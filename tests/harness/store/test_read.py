@@ -9,7 +9,7 @@ import pytest
 
 from harness.analysis import frames
 from harness.errors import BadInput
-from harness.store import cache, read
+from harness.store import cache, read, record
 from harness.store import folder as store
 from tests.support import record_factory as factory
 
@@ -149,3 +149,22 @@ def test_what_editors_and_git_do_to_line_ends_and_beginnings_is_no_fault(tmp_pat
     lines = "\r\n".join(record.to_json() for record in run)
     (tmp_path / "of-windows.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
     assert read.load(tmp_path) == run
+
+
+def test_what_dpbench_wrote_is_read_as_any_json_is():
+    line = factory.quick_run(rounds=1)[0].to_json()
+    assert record.parse(line, "here") == record.parse(f" {line}", "here")
+    for text in (f'{line[:-1]},"schema":2}}', line.replace('"schema":1', '"schema":1,"other":1')):
+        told = []
+        for spelt in (text, f" {text}"):
+            with pytest.raises(BadInput) as caught:
+                record.parse(spelt, "here")
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+
+
+def test_equal_parts_of_records_are_there_once(tmp_path):
+    found = read.load(factory.write(factory.quick_run(rounds=2), tmp_path / "run" / "records"))
+    for name in ("cell", "gate", "machine", "versions", "source"):
+        parts = [getattr(one, name) for one in found]
+        assert len({id(part) for part in parts}) == len({repr(part) for part in parts}) < len(found), name
