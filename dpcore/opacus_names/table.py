@@ -95,7 +95,7 @@ PLACES = {
     "optimizers.perlayeroptimizer": _MARKS,
     "optimizers.utils": "params",
     "privacy_engine": "switch_generator DPDDP AbstractGradSampleModule GradSampleHooks GradSampleModule get_gsm_class "
-    "prepare_module get_optimizer_class _GradClipScheduler _NoiseScheduler",
+    "prepare_module get_optimizer_class get_noise_multiplier _GradClipScheduler _NoiseScheduler",
     "schedulers": "",
     "schedulers.grad_clip_scheduler": "DPOptimizer",
     "schedulers.noise_scheduler": "DPOptimizer",
