@@ -28,6 +28,8 @@ NOT_COVERED = (
     "The training machine: its memory, its clock, and checkpoints, which hold the seed of the noise.",
 )
 SEEDED = "the noise is of a seed that was chosen, and protects nothing from those who know it."
+OF_USERS = "A person with two ids, or whose rows have somebody else's."
+"""In the place of what is not covered of people, where users are the unit."""
 _SUBSAMPLED = ("prv", "rdp", "gdp")
 """Accountants whose history is one of Poisson-subsampled Gaussian steps, whatever they make of it."""
 _RATES = (0.001, 0.01, 0.1)
@@ -53,6 +55,7 @@ class PrivacyReport:
     tables: tuple[Table, ...]
     svg: str
     warnings: tuple[str, ...] = field(default=())
+    not_covered: tuple[str, ...] = NOT_COVERED
 
     def markdown(self, image: str | None = None) -> str:
         """Return the page as Markdown, for a model card.
@@ -66,13 +69,13 @@ class PrivacyReport:
             lines += [f"## {table.heading}", "", _row(table.columns), _row(["---"] * len(table.columns))]
             lines += [*map(_row, table.rows), ""]
         lines += [f"![What the best attack on membership reaches]({image})", ""] if image else []
-        return "\n".join([*lines, "## Not covered", "", *(f"* {what}" for what in NOT_COVERED), ""])
+        return "\n".join([*lines, "## Not covered", "", *(f"* {what}" for what in self.not_covered), ""])
 
     def html(self) -> str:
         """Return the page as one HTML file, with the figure in it."""
         warnings = "".join(f'<p class="warning">Not as it must be: {escape(w)}</p>' for w in self.warnings)
         tables = "".join(f"<h2>{escape(t.heading)}</h2>{_table(t)}" for t in self.tables)
-        left = "".join(f"<li>{escape(what)}</li>" for what in NOT_COVERED)
+        left = "".join(f"<li>{escape(what)}</li>" for what in self.not_covered)
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy of this model</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
@@ -133,7 +136,13 @@ def report(engine: PrivacyEngine) -> PrivacyReport:
 
     Raises:
         ValueError: it has counted no step, or by an accountant of your own.
+        TypeError: it is no PrivacyEngine.
     """
+    if not isinstance(engine, PrivacyEngine):
+        raise TypeError(
+            f"report() was given a {type(engine).__name__}; it takes the PrivacyEngine that counts the steps. Of an "
+            "Engine, count them by hand, by accountant.step(...) of a PrivacyEngine."
+        )
     spending = engine._spending
     made = spending.made()
     poisson = {run.is_poisson for run in made} or {None}
@@ -185,12 +194,19 @@ def _of_run(run: _Run) -> PrivacyReport:
     if not run.is_poisson:
         how = "were not" if run.is_poisson is False else "may not have been"
         warnings += (f"batches {how} drawn by dpcore, and all figures hold only if they were Poisson samples.",)
-    if first == float("inf"):
+    if any(sigma == 0.0 for sigma, _, _ in accountant.history):
         promise = "This model is not private: a step had no noise."
+    elif first == float("inf"):
+        promise = (
+            f"No ε is promised at δ = {delta:g}: steps may have failed (batches that max_batch_size has cut) with the "
+            f"probability {accountant.failure_probability:.3g}."
+        )
+    people = "A person with several"
+    left = tuple(OF_USERS if "user" in one and what.startswith(people) else what for what in NOT_COVERED)
     title = f"Attacks on membership at ε = {rounded_up(first)}, δ = {delta:g}, after {len(accountant):,} steps"
     svg = _figure(accountant, title)
     tables = (_promises(accountant, first, delta), _risks(accountant), _training(run, accountant))
-    return PrivacyReport(promise, tables, svg, warnings)
+    return PrivacyReport(promise, tables, svg, warnings, left)
 
 
 def _promises(accountant: PLDAccountant, first: float, delta: float) -> Table:
@@ -230,7 +246,9 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
         rows += [("divisor of the updates", f"{setting.get('expected_batch_size')}")]
     if failure := accountant.failure_probability:
         rows += [("steps may fail with probability", f"{failure:g}, counted")]
-    rows += [("accountant", "the privacy loss's distribution, an upper bound (dpcore)")]
+    rows += [("accountant of this page", "the privacy loss's distribution, an upper bound (dpcore)")]
+    if (mechanism := run.accountant["mechanism"]) != accountant.mechanism():
+        rows += [("accountant of the run, whose ε is another one", mechanism)]
     return Table("How it was trained", ("", ""), tuple(dict.fromkeys(rows)))
 
 

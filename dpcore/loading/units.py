@@ -81,6 +81,12 @@ class Users(UnitDataset):
                 f"user_id has {len(ids)} entries for {len(dataset)} rows of the data set; give one for every row, in "
                 "their order."
             )
+        missing = next((row for row, user in enumerate(ids) if _is_missing(user)), None)
+        if missing is not None:
+            raise ValueError(
+                f"user_id of row {missing} is {ids[missing]!r}, so that nobody knows whose it is: as a unit of its "
+                "own it would split a person. Give every row an id (a number or a text), or leave such rows out."
+            )
         self.sample = sample
         rows: dict[Hashable, list[int]] = {}
         for number, user in enumerate(ids):
@@ -98,6 +104,14 @@ class Users(UnitDataset):
         rows = self.rows[number]
         order = torch.randperm(len(rows)).numpy() if self.sample else np.arange(len(rows))
         return [self.dataset[rows[i]] for i in np.resize(order, self.rows_per_unit)]
+
+
+def _is_missing(user: Any) -> bool:
+    """Return whether an id is none: None, NaN, or nothing that can be looked up."""
+    try:
+        return user is None or hash(user) is None or bool(user != user)
+    except TypeError:
+        return True
 
 
 def views(dataset: Any, transform: Callable[[Any], Any] | None, K: int) -> Dataset[Any]:

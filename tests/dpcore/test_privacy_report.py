@@ -151,3 +151,13 @@ def test_a_checkpoint_tells_that_its_seed_was_chosen(tmp_path):
         step(model, optimizer, *(part.float() if part.is_floating_point() else part for part in next(iter(loader))))
         engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
         assert ("of a seed that was chosen" in str(report_of_checkpoint(tmp_path / "run.pt"))) is (seed is not None)
+
+
+def test_what_the_page_says_where_epsilon_is_infinite_or_another_accountants():
+    cut = PrivacyEngine(accountant="rdp")
+    cut.accountant.step(noise_multiplier=1.0, sample_rate=0.1, steps=10)
+    assert "| accountant of the run, whose ε is another one | rdp |" in str(dpcore.report(cut))
+    cut.accountant.add_failure_probability(0.5)
+    assert "No ε is promised at δ = 1e-05: steps may have failed" in str(dpcore.report(cut))
+    with pytest.raises(TypeError, match="was given a Linear; it takes the PrivacyEngine"):
+        dpcore.report(nn.Linear(1, 1))

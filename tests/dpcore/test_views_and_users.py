@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import dpcore
 from dpcore import DPDataLoader, Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
-from tests.dpcore.private_setup import losses, small_model
+from tests.dpcore.private_setup import losses, small_data, small_model
 
 K = 4
 
@@ -274,3 +274,11 @@ def test_what_cannot_be_units_is_refused():
 
     with pytest.raises(UnsupportedError, match="Stream, has no length"):
         dpcore.views(Stream(), None, 2)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), ["a"]])
+def test_a_row_whose_user_is_not_known_is_refused(missing):
+    """Each NaN was a user of its own, so that a person was split, and all None were one."""
+    ids = [*range(59), missing]
+    with pytest.raises(ValueError, match=r"user_id of row 59 is .*would split a person"):
+        dpcore.users(small_data(), ids, K=2)
