@@ -54,8 +54,8 @@ class Size:
 # a real Ray whose nodes are killed. Then harness by 381 and tests by 322 for packs that others check: what is computed
 # anew, and thirty-two ways to tamper. Then dpcore by 27, of which Opacus' names 5, and tests by 75 for charges that
 # were forgotten, the rate of a loader's own sampler, and what a page did not know of runs whose optimizers are gone.
-# Then for what a review of all this and a newcomer's trial mended. Harness by 255 and tests by 145 for Croissant metadata, a snapshot of
-# results, and what 100,000 records cost; a job that verifies packs.
+# Then for what a review of all this and a newcomer's trial mended. Harness by 255 and tests by 145 for Croissant
+# metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs.
 LIMITS = {
     "harness": Size(lines=38_755, long_classes=0, long_files=5),
     "dpcore": Size(lines=30_576, long_classes=0, long_files=0),
