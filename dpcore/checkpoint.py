@@ -91,7 +91,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
 
 
-EARLIER = {"unit": "one example", "max_batch_size": None}
+EARLIER = {"unit": "one example", "the users' rows": None, "max_batch_size": None}
 """Settings of runs whose files do not tell them."""
 
 

@@ -44,7 +44,7 @@ class GaussianNoise:
 
     seed: int
     version: int = 2
-    """Of the stream."""
+    """The stream's."""
     also: str = ""
     """What names the streams beside seed, step and rank."""
     _user: weakref.ref[Any] | None = None
@@ -180,7 +180,7 @@ class GaussianNoise:
 
     @property
     def _is_own(self) -> bool:
-        """Whether noise may be drawn from the seed; a subclass with its own generator may have one that is known."""
+        """Return whether noise may be drawn from the seed; a subclass's own generator may be one that is known."""
         return type(self).generator is GaussianNoise.generator
 
     def state_dict(self) -> dict[str, str]:

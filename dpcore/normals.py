@@ -20,7 +20,7 @@ GROUPS = 256
 """Groups whose first normals stand beside each other, then their second ones, and so on: kernels write in order."""
 BLOCK = 4 * GROUPS
 LARGEST_ERROR = 2e-6
-"""By how much a normal of a kernel may differ from float64's, none of which is above 6.77."""
+"""The most by which a normal of a kernel may differ from float64's, none of which is above 6.77."""
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85

@@ -1,4 +1,4 @@
-"""What a budget buys: the noise for it, over sizes of batches and lengths of training."""
+"""Compute what a budget buys: the noise for it, over sizes of batches and lengths of training."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ NOT_COVERED = (
     "The training machine: its memory, its clock, and checkpoints, which hold the seed of the noise.",
 )
 SEEDED = "the noise is of a seed that was chosen, and protects nothing from those who know it."
+UNEXAMINED = "check_isolation=False: nobody has looked whether the model mixes examples, which would void all figures."
 OF_USERS = "A person with two ids, or whose rows have somebody else's."
-"""In the place of what is not covered of people, where users are the unit."""
+"""Stands in the place of the sentence on people where users are the unit."""
 _SUBSAMPLED = ("prv", "rdp", "gdp")
 """Accountants whose history is one of Poisson-subsampled Gaussian steps, whatever they make of it."""
 _RATES = (0.001, 0.01, 0.1)
@@ -115,7 +116,7 @@ class PrivacyReport:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is known of the runs: the accountant's state, the settings of each, how batches were drawn.
+    """Holds what is known of the runs: the accountant's state, the settings of each, how batches were drawn.
 
     ``is_poisson``: whether dpcore drew them; None: it is not known, because steps were counted by hand, or batches were
     not checked.
@@ -151,7 +152,8 @@ def report(engine: PrivacyEngine) -> PrivacyReport:
         settings=[run.setting for run in made],
         examples=spending._examples,
         is_poisson=next(drawn for drawn in (False, None, True) if drawn in poisson),
-        warnings=(SEEDED,) if any(run.is_chosen for run in made) else (),
+        warnings=(SEEDED,) * any(run.is_chosen for run in made)
+        + (UNEXAMINED,) * (not all(run.is_examined for run in made)),
     )
     return _of_run(run)
 
@@ -239,6 +241,7 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
     rows += [("units", f"{run.examples:,}")] if run.examples is not None else []
     drawn = {True: "Poisson samples, drawn by dpcore", False: "not drawn by dpcore", None: "not known"}
     rows += [("batches", drawn[run.is_poisson])]
+    rows += [("batches are cut to", f"{s['max_batch_size']}") for s in run.settings if s.get("max_batch_size")]
     rows += [("steps", "; ".join(shown))]
     for setting in filter(None, run.settings):
         bounds, clipping = setting.get("max_grad_norm"), setting.get("clipping", "flat")

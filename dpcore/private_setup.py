@@ -29,6 +29,7 @@ from dpcore.loading.counting_loader import CountingDataLoader, counted
 from dpcore.loading.ledger import Ledger, give
 from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import drawn_seed
+from dpcore.loading.units import users_digest
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
 from dpcore.optimizers.optimizer import NOISE_HINT
@@ -224,7 +225,7 @@ class Setup:
 
     @property
     def group(self) -> int:
-        """How many rows an example has."""
+        """Return how many rows an example has."""
         return group_of(self.settings["group"], self.settings["data_loader"].dataset)
 
     # ---- checks
@@ -449,6 +450,7 @@ class Setup:
             run.name = f"{self.ranks.share_seed(None):x}"
         run.setting["clipping"] = settings["clipping"]
         run.setting["unit"] = unit_of(settings["data_loader"].dataset, self.group)
+        run.setting["the users' rows"] = users_digest(settings["data_loader"].dataset)
         run.setting["sample_rate"] = fixed_rate if settings["poisson_sampling"] else None
 
         def rate() -> float:
@@ -459,7 +461,7 @@ class Setup:
             number_batches(private.module, lambda: poisson.handed_out)
 
         def failure() -> float:
-            """What a step adds to the chance that a batch was cut; it is charged for both of two neighbours."""
+            """Return what a step adds to the chance that a batch was cut; it is charged for both of two neighbours."""
             return 0.0 if poisson is None else min(1.0, 2.0 * poisson.sampler_state.overflow)
 
         if failure():

@@ -25,14 +25,15 @@ Runs = dict[str, History]
 
 @dataclass(frozen=True)
 class Made:
-    """How a run was made: its settings, whether dpcore drew its batches, and whether its seed was chosen.
+    """Says how a run was made: its settings, whether dpcore drew its batches, and whether its seed was chosen.
 
-    ``is_poisson``: None where it is not known.
+    ``is_poisson``: None where it is not known. ``is_examined``: whether experiments have looked for examples that mix.
     """
 
     setting: Mapping[str, Any]
     is_poisson: bool | None
     is_chosen: bool
+    is_examined: bool = True
 
     @classmethod
     def by(cls, optimizer: DPOptimizer) -> Made:
@@ -40,7 +41,7 @@ class Made:
         run = optimizer.run
         checked = None if run.ledger is None or not run.ledger.checks else True
         poisson = checked if isinstance(run.loader, DPDataLoader) else False
-        return cls(run.setting, poisson, optimizer.noise.is_chosen)
+        return cls(run.setting, poisson, optimizer.noise.is_chosen, optimizer.module.isolation.enabled)
 
 
 class Spending:

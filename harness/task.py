@@ -105,7 +105,7 @@ class Task:
 
     @property
     def views(self) -> int:
-        """How many rows an example has, whose gradients are averaged before they are clipped."""
+        """Return how many rows an example has, whose gradients are averaged before they are clipped."""
         return self.layers[0].count if isinstance(self.layers[0], Views) else 1
 
     @property

@@ -1,4 +1,4 @@
-"""What a large grid costs after it was measured: processor time and peak memory of pack, merge and report.
+"""Measure what a large grid costs after it was measured: processor time and peak memory of pack, merge and report.
 
 ``python -m proofs.scale [UNITS]`` makes a grid of so many units (10,000) with ten records each, as if measured on three
 machines. They are SIMULATED: a committed run's records with other tasks, sizes, machines, moments and seconds. They lie

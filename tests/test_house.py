@@ -58,10 +58,10 @@ class Size:
 # metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs.
 LIMITS = {
     "harness": Size(lines=38_755, long_classes=0, long_files=5),
-    "dpcore": Size(lines=30_576, long_classes=0, long_files=0),
+    "dpcore": Size(lines=30_595, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=54_998, long_classes=0, long_files=16),
+    "tests": Size(lines=55_023, long_classes=0, long_files=16),
 }
 
 

@@ -1,4 +1,4 @@
-"""What an attack may find out: the trade-off between its two errors, read off the privacy losses.
+"""Read off the privacy losses what an attack may find out: the trade-off between its two errors.
 
 An attack that decides whether a person's example was in the data errs in two ways: it calls others members (false
 positives, at the rate α) and members others (false negatives, at the rate β). A mechanism with δ(ε), for removal and

@@ -183,7 +183,7 @@ class AbstractGradSampleHooks:
 
     @property
     def group(self) -> int:
-        """How many rows that follow each other are one example."""
+        """Return how many rows that follow each other are one example."""
         return self._forward_passes.group
 
     @property

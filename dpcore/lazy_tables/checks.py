@@ -1,4 +1,4 @@
-"""What tables, optimizers and noise must be, so that noise can be drawn later."""
+"""Refuse tables, optimizers and noise for which noise cannot be drawn later."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class LazyEngine:
 
     @property
     def steps(self) -> int:
-        """How many steps were made: the number of the next one. Set it, before the first step, to resume a run."""
+        """Return how many steps were made, the next one's number. Set it, before the first step, to resume a run."""
         return self.engine.steps
 
     @steps.setter

@@ -1,4 +1,4 @@
-"""What the steps so far have done to a row that no batch had: w <- (1 - lr decay) w - lr std N(0, 1)."""
+"""Sum up what the steps so far have done to a row that no batch had: w <- (1 - lr decay) w - lr std N(0, 1)."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class History:
 
     @property
     def is_full(self) -> bool:
-        """Whether all rows must be brought up to date before another step is noted."""
+        """Return whether all rows must be brought up to date before another step is noted."""
         return -float(self._kept[self.steps - self.first]) > LARGEST_SHRINKAGE
 
     @property
     def shrinks(self) -> bool:
-        """Whether there was weight decay."""
+        """Return whether there was weight decay."""
         return float(self._kept[self.steps - self.first]) != 0.0
 
     def is_recent(self, done: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What reads a table between steps: it gets rows with all their noise, or none."""
+"""Give what reads a table between steps rows with all their noise, or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Watch:
 
     @property
     def waits(self) -> bool:
-        """Whether rows wait for their noise."""
+        """Return whether rows wait for their noise."""
         return self.table is not None and self.table.is_hidden
 
     def __reduce__(self) -> Any:
@@ -59,7 +59,7 @@ class Reading(Watch):
 
 
 class Read(Watch):
-    """Behind such a call, also one that failed."""
+    """Hides the table behind such a call, also one that failed."""
 
     def __reduce__(self) -> Any:
         return Read, super().__reduce__()[1]

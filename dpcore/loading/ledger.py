@@ -139,7 +139,8 @@ class Ledger:
             "to leave it out), and call backward() once for every batch: add up several losses of one, as those of a "
             "discriminator, and call (one + other).backward(). torch.autograd.grad through the private module is a "
             "backward pass, too: take gradients at the inputs (for adversarial training, say) in evaluation mode, "
-            "between model.eval() and model.train(). Or pass check_batches=False if every example is in one row only."
+            "between model.eval() and model.train(). Where K rows that follow each other are one example (views, or a "
+            "user's rows), pass group=K. Or pass check_batches=False if every example is in one row only."
         )
 
     def _batches_of(self, unused: Sequence[Batch], sizes: Sequence[int]) -> list[range]:

@@ -133,7 +133,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         return generator.choice(count, self._kept(size), replace=False).tolist()
 
     def _kept(self, size: int) -> int:
-        """How many are left of so many: a part of a uniform subset, chosen uniformly, is a uniform subset, too."""
+        """Return how many are left of so many: a uniform part of a uniform subset is a uniform subset, too."""
         return size if self.max_batch_size is None else min(size, self.max_batch_size)
 
     @property

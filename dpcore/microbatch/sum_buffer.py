@@ -136,7 +136,7 @@ class SumBuffer:
 
     @property
     def lies_otherwise(self) -> bool:
-        """Whether a parameter has another size or order in memory than its sum, which rules write in memory's order."""
+        """Return whether a parameter has another size or order in memory than its sum, which rules write in order."""
         return self._layout != [(p.shape, p.stride()) for p in self.parameters.values()]
 
     def follow(self) -> bool:

@@ -246,7 +246,7 @@ class UnitUse(WrappedUse):
 
     @property
     def _adds_up(self) -> bool:
-        """Whether the rule adds up gradients of rows without forming each."""
+        """Return whether the rule adds up gradients of rows without forming each."""
         return type(self.use).add_clipped_sum is not Use.add_clipped_sum
 
 

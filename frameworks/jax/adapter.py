@@ -26,9 +26,10 @@ from harness.tasks import BFLOAT16, FLOAT32, Task
 MICRO_BATCH = {"cifar10-cnn": 4, "imdb-lstm": 8, "gpt2-lm": 2, "llama-lora": 2, "vit": 4} | {"llama-full": 2}
 MICRO_BATCH_PRIVATE = MICRO_BATCH | {"wrn-16-2": 4, "recsys": 16}
 MICRO_BATCH_PRIVATE |= {"encoder-full": 2, "encoder-lora": 2, "encoder-bias": 2, "wrn-16-4": 4}
+MICRO_BATCH_PRIVATE |= {"wrn-16-4-k4": 1, "wrn-16-4-k16": 1}
 MICRO_BATCH_ELSEWHERE = 16
 """Examples per scan step, tuned on a CPU: what they leave behind should stay in the cores' own caches. Those
-of the line with ``|=``, and ``llama-full``, are by analogy, not tuned."""
+of the lines with ``|=``, and ``llama-full``, are by analogy, not tuned."""
 
 MICRO_BATCH |= {"small-gpt2": 2, "small-llama": 2, "small-vit": 4}  # so that the gate judges pieces without DP, too
 

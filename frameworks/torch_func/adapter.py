@@ -23,7 +23,7 @@ GRADIENT_BYTES = 256 * 2**20
 LSTM_ROWS = 16
 """The tape of a vmapped LSTM takes about 90 MB for each example (NOTES.md)."""
 ROWS = {"gpt2-lm": 8, "llama-lora": 8, "vit": 16, "wrn-16-2": 16}
-ROWS |= {"llama-full": 8, "encoder-lora": 8, "encoder-bias": 8, "wrn-16-4": 8}
+ROWS |= {"llama-full": 8, "encoder-lora": 8, "encoder-bias": 8, "wrn-16-4": 8, "wrn-16-4-k4": 2, "wrn-16-4-k16": 1}
 """Examples of a piece, tuned on a CPU (NOTES.md); those of the second line are by analogy, not tuned."""
 
 

@@ -33,8 +33,8 @@ COMPLETE = (0, 1, 3)
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended. ``fault``: why it is not complete; ``digest``: of its records; ``place``: engine, job and
-    node, which tell where to look and are not part of a pack."""
+    """Says how an attempt ended. ``fault``: why it is not complete; ``digest``: of its records; ``place``: engine, job
+    and node, which tell where to look and are not part of a pack."""
 
     unit: str
     exit: int
@@ -55,7 +55,7 @@ class State:
 
     @property
     def under_way(self) -> int:
-        """How many units are measured now, as the files say."""
+        """Return how many units are measured now, as the files say."""
         return len(self.running.keys() - self.done.keys())
 
 

@@ -18,7 +18,7 @@ from harness.run.e2e import depends_on
 SCHEMA = 1
 FILE = "grid.json"
 PYTHON = "{python}"
-"""In a plan's command: the Python that is at work on the node."""
+"""Stands in a plan's command for the Python that is at work on the node."""
 USUAL = (PYTHON, "-P", "-m", "harness")  # -P: whatever lies in the working folder
 
 
@@ -41,7 +41,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. ``words``: options of ``run e2e`` for all units; ``command``: what starts dpbench on a node."""
+    """Says what is measured. ``words``: options of ``run e2e`` for all units; ``command``: starts dpbench on a node."""
 
     words: tuple[str, ...]
     units: tuple[Unit, ...]

@@ -1,4 +1,4 @@
-"""What only the reader's machine can tell of a pack: whether its code is the code here, and what its gate says."""
+"""Tell of a pack what only the reader's machine can: whether its code is the code here, and what its gate says."""
 
 from __future__ import annotations
 

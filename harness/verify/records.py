@@ -1,4 +1,4 @@
-"""What the records of a pack must agree on. Each figure that follows from others is computed again. Pure functions.
+"""Check what the records of a pack must agree on: figures that follow from others are computed anew. Pure functions.
 
 A fault is found by its name, a word or two that docs/submit.md explains, with the record and both numbers.
 """

@@ -39,7 +39,7 @@ def describe() -> dict[str, Any]:
 
 
 COMPUTES = re.compile(r"(sse|ssse|avx|fma|f16c|amx|vnni|neon|asimd|sve|sme|bf16|i8mm|fphp)\w*")
-"""Names of the instruction sets that libraries choose their kernels by."""
+"""The instruction sets that libraries choose their kernels by."""
 
 
 def kind(device: str = "cpu") -> str:

@@ -82,7 +82,8 @@ def test_a_file_has_the_entries_that_earlier_versions_wrote(tmp_path) -> None:
     before, now = (torch.load(path, weights_only=True) for path in (WRITTEN_BEFORE, tmp_path / "now.pt"))
     assert set(now) - {"cuda_rng", "runs"} == set(before) - {"weights_one_round_later", "epsilon_one_round_later"}
     assert set(now["privacy_state"]) == set(before["privacy_state"])
-    assert now["setting"] == before["setting"] | {"clipping": "flat", "unit": "one example", "max_batch_size": None}
+    new = {"clipping": "flat", "unit": "one example", "the users' rows": None, "max_batch_size": None}
+    assert now["setting"] == before["setting"] | new
 
 
 def test_settings_of_another_run_are_refused_before_anything_is_changed() -> None:

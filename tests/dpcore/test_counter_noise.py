@@ -208,7 +208,7 @@ def test_channels_last_models_get_the_noise_of_others():
 
 
 def test_a_state_of_version_1_goes_on_with_its_stream():
-    """Which torch's generator draws, from the state that the hash gives it."""
+    """Draws as torch's generator does, from the state that the hash gives it."""
     noise = GaussianNoise()
     noise.load_state_dict({"seed": "5", "rank": "0"})
     expected = torch.empty(1000).normal_(generator=noise.generator(3))

@@ -161,3 +161,12 @@ def test_what_the_page_says_where_epsilon_is_infinite_or_another_accountants():
     assert "No ε is promised at δ = 1e-05: steps may have failed" in str(dpcore.report(cut))
     with pytest.raises(TypeError, match="was given a Linear; it takes the PrivacyEngine"):
         dpcore.report(nn.Linear(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_tells_of_cut_batches_and_of_models_that_nobody_examined():
+    given = {"noise_multiplier": 1.0, "max_batch_size": 30, "check_isolation": False}
+    engine, model, optimizer, loader = make(nn.Linear(6, 3).double(), PrivacyEngine(), **given)
+    step(model, optimizer, *next(iter(loader)))
+    page = str(dpcore.report(engine))
+    assert "Not as it must be: check_isolation=False" in page and "| batches are cut to | 30 |" in page

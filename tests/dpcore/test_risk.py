@@ -1,4 +1,4 @@
-"""What an attack may find out: beside exact curves, two other packages, and attacks that are made."""
+"""The risk of attacks beside exact curves, two other packages, and attacks that are made."""
 
 from __future__ import annotations
 

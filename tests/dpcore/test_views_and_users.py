@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import dpcore
 from dpcore import DPDataLoader, Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
-from tests.dpcore.private_setup import losses, small_data, small_model
+from tests.dpcore.private_setup import losses, make, small_data, small_model
 
 K = 4
 
@@ -282,3 +282,21 @@ def test_a_row_whose_user_is_not_known_is_refused(missing):
     ids = [*range(59), missing]
     with pytest.raises(ValueError, match=r"user_id of row 59 is .*would split a person"):
         dpcore.users(small_data(), ids, K=2)
+
+
+@pytest.mark.parametrize(("ids", "options"), [([row // 2 for row in range(60)], {}), (None, {"sample": False})])
+def test_a_run_goes_on_with_the_same_users_only(tmp_path, ids, options):
+    """With others the steps since the checkpoint would be made again, of other batches, under the same noise."""
+    first = [row % 30 for row in range(60)]
+
+    def run(ids, **more):
+        loader = DataLoader(dpcore.users(small_data(), ids, K=2, **more), batch_size=10)
+        return make(nn.Linear(6, 3).double(), PrivacyEngine(), noise_multiplier=1.0, data_loader=loader)
+
+    engine, model, optimizer, _ = run(first)
+    engine.save_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)
+    again, model, optimizer, _ = run(first)
+    again.load_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)
+    other, model, optimizer, _ = run(ids or first, **options)
+    with pytest.raises(PrivacyError, match=r"saved with the users' rows=\w+, this run has \w+"):
+        other.load_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)

@@ -245,7 +245,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _mean_over_views(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of logits by row, those of an example one after the other."""
+    """Averages the losses of an example's rows, whose logits stand one after the other."""
     views = len(logits) // max(1, len(labels))
     return _cross_entropy(logits, labels.repeat_interleave(views)).unflatten(0, (len(labels), views)).mean(1)
 

@@ -14,7 +14,7 @@ from harness.grid.folder import GridFolder
 from harness.grid.plan import Unit
 
 SLOT = "dpbench"
-"""What a node that may measure has one of. Ray itself only counts."""
+"""The resource of which a node that may measure has one. Ray itself only counts."""
 HAS_A_SLOT = f"""--resources '{{"{SLOT}": 1}}'"""
 
 

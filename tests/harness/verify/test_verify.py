@@ -235,7 +235,7 @@ def test_a_pack_that_was_tampered_with_is_not(lines: Lines, tmp_path: Path, tamp
 
 
 def consistently_faster(lines: Lines) -> None:
-    """What no arithmetic finds: all readings of a process made a tenth smaller, each in its place."""
+    """No arithmetic finds it: all readings of a process made a tenth smaller, each in its place."""
     line, timed = one(lines), one(lines)["timed"]
     for name in ("measured_seconds", "part_seconds", "referee_seconds"):
         timed[name] = [0.9 * seconds for seconds in timed[name]]
