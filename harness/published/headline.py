@@ -1,4 +1,4 @@
-"""Figures of README and results: what DP costs at one batch size, from committed records."""
+"""Figures of README and results: what DP costs, from committed records."""
 
 from __future__ import annotations
 
@@ -17,45 +17,85 @@ from harness.published import tables
 from harness.published.index import Entry
 from harness.report.chapters import fastest_peer
 from harness.report.figures import headline, looks
+from harness.report.figures.headline import Mark, Part
 from harness.report.model import task_title
+from harness.tasks import PAPER_TASKS
 
 FOLDER = ROOT / "plots"
 TITLE = "What privacy costs: time of an epoch over PyTorch without DP"
+Shown = tuple[Sequence[Entry], int]
+"""Runs and the batch size that is shown of them."""
 
 
-def block(entries: Sequence[Entry], size: int, path: Path) -> str:
+def block(shown: Sequence[Shown], path: Path) -> str:
     """Return the figure as HTML, with its numbers as text for those who cannot see it. ``path``: of the light picture
     from the page, without its ending."""
     said = [
-        f"{title}: " + ", ".join(f"{bar.name} {factor(bar.ratio)}" for bar in bars) + "."
-        for title, bars in _panels(_rows(entries, size))
+        f"{title}: {', '.join(f'{mark.name} {factor(mark.ratio)}' for mark in marks)}."
+        for part in _parts(shown)
+        for title, marks in part.rows
     ]
     return "\n".join(
         (
             "<picture>",
             f'  <source media="(prefers-color-scheme: dark)" srcset="{path}-dark.svg">',
-            f'  <img src="{path}.svg" width="100%" alt="{TITLE}; batch {size}. {" ".join(said)}">',
+            f'  <img src="{path}.svg" width="100%" alt="{TITLE}. {" ".join(said)}">',
             "</picture>",
         )
     )
 
 
-def files(entries: Sequence[Entry], size: int, stem: str) -> Mapping[Path, bytes]:
+def files(shown: Sequence[Shown], stem: str) -> Mapping[Path, bytes]:
     """Return the pictures named ``stem``, light and dark, as SVG and PNG: path -> content."""
     import matplotlib
 
-    rows = _rows(entries, size)
-    runs = ", ".join(entry.name for entry in entries)
-    metadata = {"Title": TITLE, "Description": f"{_note(rows, entries, size)} Runs: {runs}."}
+    parts = _parts(shown)
+    runs = ", ".join(entry.name for entries, _ in shown for entry in entries)
+    metadata = {"Title": TITLE, "Description": f"{' '.join(part.note for part in parts)} Runs: {runs}."}
     found: dict[Path, bytes] = {}
     with matplotlib.rc_context(headline.STYLE):
         for suffix, theme in headline.THEMES.items():
-            figure = headline.draw(TITLE, _panels(rows), _note(rows, entries, size), theme)
+            figure = headline.draw(TITLE, parts, theme)
             for kind, apart in (("svg", {"Date": None}), ("png", {"Software": None})):
                 buffer = io.BytesIO()
                 figure.savefig(buffer, format=kind, dpi=200, metadata={**metadata, **apart})
                 found[FOLDER / f"{'-'.join(filter(None, (stem, suffix)))}.{kind}"] = buffer.getvalue()
     return found
+
+
+def _parts(shown: Sequence[Shown]) -> list[Part]:
+    found = [(_rows(entries, size), entries, size) for entries, size in shown]
+    by_speed = list(dict.fromkeys(name for rows, _, _ in found for name in rows.sort_values("ratio").contestant))
+    style = looks.of_all(by_speed, dict.fromkeys(by_speed, True))
+    titles = naming.titles()
+    return [
+        Part(
+            f"{_era(rows.task.unique())}, batch {size}",
+            [
+                (
+                    task_title(str(task), False),
+                    [
+                        Mark(
+                            titles.get(r.contestant, r.contestant),
+                            style[r.contestant],
+                            r.ratio,
+                            looks.is_own(r.contestant),
+                            r.low,
+                            r.high,
+                        )
+                        for r in rows_of(group.sort_values("ratio"))
+                    ],
+                )
+                for task, group in rows.groupby("task", sort=False)
+            ],
+            _note(rows, entries),
+        )
+        for rows, entries, size in found
+    ]
+
+
+def _era(tasks: Sequence[str]) -> str:
+    return "The paper's tasks of 2021" if set(tasks) <= set(PAPER_TASKS) else "Tasks of today"
 
 
 def _rows(entries: Sequence[Entry], size: int) -> pd.DataFrame:
@@ -66,21 +106,7 @@ def _rows(entries: Sequence[Entry], size: int) -> pd.DataFrame:
     return rows
 
 
-def _panels(rows: pd.DataFrame) -> list[tuple[str, list[headline.Bar]]]:
-    titles = naming.titles()
-    return [
-        (
-            task_title(str(task), False),
-            [
-                headline.Bar(titles.get(r.contestant, r.contestant), r.ratio, looks.is_own(r.contestant), r.low, r.high)
-                for r in rows_of(group.sort_values("ratio"))
-            ],
-        )
-        for task, group in rows.groupby("task", sort=False)
-    ]
-
-
-def _note(rows: pd.DataFrame, entries: Sequence[Entry], size: int) -> str:
+def _note(rows: pd.DataFrame, entries: Sequence[Entry]) -> str:
     machines = " and ".join(dict.fromkeys(naming.where(m, sorted(str(e.date) for e in entries)) for m in rows.machine))
     least, most = rows.n.min(), rows.n.max()
     rounds = f"{most}" if least == most else f"{least} to {most}"
@@ -89,7 +115,6 @@ def _note(rows: pd.DataFrame, entries: Sequence[Entry], size: int) -> str:
     scaled = "all " if rows.extrapolated.all() else "some " if rows.extrapolated.any() else ""
     scaled = f", {scaled}extrapolated from parts of epochs" if scaled else ""
     return (
-        f"Shorter is better. Batch {size}. {machines}. {measured}{scaled}. PyTorch without DP "
-        "(dotted): the faster of eager and compiled, where both were measured. Every update was checked against a "
-        "float64 reference."
+        f"Left is better. {machines}. {measured}{scaled}. PyTorch without DP (dotted): the faster of eager and "
+        "compiled, where both were measured. Updates were checked against a float64 reference."
     )

@@ -1,10 +1,10 @@
 """Pages with tables that are made from committed records: what stands between two comments is written anew.
 
 A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
-SIZE -->``, ``<!-- winners: NAMES -->``, ``<!-- board: NAMES at SIZES -->`` or ``<!-- figure: NAMES at SIZE as FILE
--->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``, separated by spaces; SIZES, batch sizes,
-may be left out. FILE is a name in plots/, without its ending. A name of ``winners`` or ``board`` may take only some
-tasks of its run: ``NAME:TASK,TASK``.
+SIZE -->``, ``<!-- winners: NAMES -->``, ``<!-- board: NAMES at SIZES -->`` or ``<!-- figure: NAMES at SIZE | NAMES at
+SIZE as FILE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``, separated by spaces; SIZES,
+batch sizes, may be left out. FILE is a name in plots/, without its ending. A name of ``winners`` or ``board`` may take
+only some tasks of its run: ``NAME:TASK,TASK``.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def pictures(text: str) -> Mapping[Path, bytes]:
     found: dict[Path, bytes] = {}
     for block in BLOCK.finditer(text):
         if block["kind"] == "figure":
-            names, size, stem = _figure(block["what"])
-            found |= headline.files(_entries(names), size, stem)
+            shown, stem = _figure(block["what"])
+            found |= headline.files(shown, stem)
     return found
 
 
-def _figure(what: str) -> tuple[str, int, str]:
-    """Return (names of runs, batch size, name of the file) of a block."""
-    names, _, rest = what.partition(" at ")
-    size, _, stem = rest.partition(" as ")
-    if not re.fullmatch(r"[a-z0-9-]+", stem):
+def _figure(what: str) -> tuple[list[tuple[list[Entry], int]], str]:
+    """Return (runs and batch size of each part, name of the file) of a block."""
+    whole, _, stem = what.rpartition(" as ")
+    if not whole or not re.fullmatch(r"[a-z0-9-]+", stem):
         raise BadInput(f"A figure asks for the file {stem!r}: end the block's line with `as NAME`, small letters.")
-    return names, _size(size), stem
+    parts = [part.partition(" at ") for part in whole.split(" | ")]
+    return [(_entries(names), _size(size)) for names, _, size in parts], stem
 
 
 def _size(text: str) -> int:
@@ -75,8 +75,8 @@ def _table(page: Path, kind: str, what: str) -> str:
     from harness.published import headline, tables
 
     if kind == "figure":
-        names, size, stem = _figure(what)
-        return headline.block(_entries(names), size, Path(os.path.relpath(headline.FOLDER, page.parent)) / stem)
+        shown, stem = _figure(what)
+        return headline.block(shown, Path(os.path.relpath(headline.FOLDER, page.parent)) / stem)
     if kind in {"winners", "board"}:
         runs, _, rest = what.partition(" at ")
         parts = [name.partition(":") for name in runs.split()]

@@ -26,8 +26,8 @@ from harness.store.record import Record
 from harness.tasks import TASKS
 
 LIBRARY = "dpcore"
-INSTALLED = f"{LIBRARY}-native"
-"""The contestant that users of the wheel for Linux have."""
+ENGINE, LOOP = f"{LIBRARY}-native", f"{LIBRARY}-loop"
+"""Contestants of those who install the wheel for Linux: by the library's own loop, and by the one that README shows."""
 
 
 def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
@@ -52,29 +52,32 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
 
 
 def sentence(entries: Sequence[Entry], size: int) -> str:
-    """Return the result at one batch size in a sentence: dpcore's smallest and largest ratio over the tasks.
+    """Return the result at one batch size in a sentence: dpcore's smallest and largest ratio over the tasks, in the
+    loop that README shows and by its Engine.
 
     Raises:
         BadInput: The runs hold no time of dpcore at this batch size.
     """
     rows = against(entries, [size])
-    mine = rows[rows.contestant == INSTALLED]
-    if mine.empty:
-        raise BadInput(f"No run of {', '.join(e.name for e in entries)} has a time of {INSTALLED} at {size}.")
-    parts = [
-        f"{_span(here.ratio)} of the time of {whom}"
-        for against, whom in (
-            (fastest_peer.PEER, "the fastest other exact framework"),
-            (fastest_peer.WITHOUT_DP, "PyTorch without DP"),
-        )
-        if len(here := mine[mine.against == against])
-    ]
+    shown = [name for name in (LOOP, ENGINE) if name in set(rows.contestant)]
+    if not shown:
+        raise BadInput(f"No run of {', '.join(e.name for e in entries)} has a time of {ENGINE} at {size}.")
+    mine = rows[rows.contestant.isin(shown)]
+    parts = []
+    for against_what, whom in (
+        (fastest_peer.PEER, "the fastest other exact framework"),
+        (fastest_peer.WITHOUT_DP, "PyTorch without DP"),
+    ):
+        here = mine[mine.against == against_what]
+        spans = [_span(here[here.contestant == name].ratio) for name in shown]
+        engine = f" ({spans[1]} by `Engine`)" if len(spans) > 1 else ""
+        parts.append(f"{spans[0]} of the time of {whom}{engine}")
     where = " and ".join(dict.fromkeys(naming.where(m, sorted(str(e.date) for e in entries)) for m in mine.machine))
     tasks = "task" if mine.task.nunique() == 1 else "tasks"
     partly = "" if mine.extrapolated.all() else "partly "
     scaled = f", {partly}extrapolated from parts of epochs" if mine.extrapolated.any() else ""
     return (
-        f"**Training with DP in {naming.titles()[INSTALLED]} takes {', and '.join(parts)}** ({mine.task.nunique()} "
+        f"**Training with DP in {naming.titles()[shown[0]]} takes {', and '.join(parts)}** ({mine.task.nunique()} "
         f"{tasks} at batch {size}, {where}{scaled})."
     )
 

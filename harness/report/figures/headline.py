@@ -1,5 +1,5 @@
-"""The figure for a front page: what privacy costs at one batch size, a panel of bars per task, light and dark. The only
-one that Matplotlib draws: `dpbench findings` makes it, no report does."""
+"""The figure for a front page: what privacy costs, a row for each task, a mark for each contestant, light and dark. The
+only one that Matplotlib draws: `dpbench findings` makes it, no report does."""
 
 from __future__ import annotations
 
@@ -9,128 +9,159 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib.ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from harness.analysis.naming import factor
+from harness.report.figures import looks
+from harness.report.figures.looks import Look
 
 STYLE: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.titlesize": 9,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
+    "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.5,
-    "lines.linewidth": 1.2,
+    "axes.spines.left": False,
     "svg.fonttype": "path",
     "svg.hashsalt": "dpbench",
 }
-LONGEST_BAR = 5.0
-"""Ratio from which on a bar is cut and ends in an arrow: one slow framework must not squeeze all others."""
-LABEL = 22
-"""Letters of a name in one line."""
-HEADING = 22
-"""Letters of a panel's title in one line."""
+TICKS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+ROW, MARK = 0.14, 0.105
+"""Inches of a row without marks, and of each mark in it."""
+LABEL = 24
+"""Letters of a task's title in one line."""
 
 
 @dataclass(frozen=True)
-class Bar:
+class Mark:
     """``ratio``: seconds over those of PyTorch without DP, ``low`` and ``high`` its 95 % interval, NaN where too few
     rounds were paired for one. ``own``: a contestant of this repository."""
 
     name: str
+    look: Look
     ratio: float
     own: bool
     low: float = math.nan
     high: float = math.nan
 
+
+@dataclass(frozen=True)
+class Part:
+    """Tasks that were measured together. ``rows``: title of a task and its marks, the fastest first; ``note``: where,
+    when and how they were measured."""
+
+    heading: str
+    rows: Sequence[tuple[str, Sequence[Mark]]]
+    note: str
+
     @property
-    def end(self) -> float:
-        """Where the bar or its interval ends."""
-        return max(self.ratio, 0.0 if math.isnan(self.high) else self.high)
+    def height(self) -> float:
+        """Return the inches that its rows take."""
+        return sum(ROW + MARK * len(marks) for _, marks in self.rows)
 
 
 @dataclass(frozen=True)
 class Theme:
-    """``own`` and ``other``: colours of the bars."""
+    """``band``: what lies behind every second row."""
 
     text: str
     quiet: str
-    own: str
-    other: str
+    band: str
+    dark: bool
+
+    def colour(self, mark: Mark) -> str:
+        """Return the colour of a contestant's mark on this page."""
+        return looks.light(mark.look.colour) if self.dark else str(mark.look.colour)
 
 
 THEMES = {
-    "": Theme(text="#1B1F24", quiet="#57606A", own="#D55E00", other="#A7AFB8"),
-    "dark": Theme(text="#E8EBEF", quiet="#A9B2BC", own="#FF8A45", other="#5B646E"),
+    "": Theme(text="#1B1F24", quiet="#57606A", band="#8A94A01E", dark=False),
+    "dark": Theme(text="#E8EBEF", quiet="#A9B2BC", band="#8A94A02A", dark=True),
 }
 """Suffix of the file -> theme. None has a background: the page's shines through."""
 
 
-def draw(title: str, panels: Sequence[tuple[str, Sequence[Bar]]], note: str, theme: Theme) -> Figure:
-    """Draw the figure, two panels side by side, with letters that can still be read at half its width.
+def draw(title: str, parts: Sequence[Part], theme: Theme) -> Figure:
+    """Draw the figure: parts below each other on one scale, with letters that can still be read at half its width.
 
     Args:
-        title: One line above all panels.
-        panels: Title of each panel and its bars, the fastest first.
-        note: Where, when and how it was measured.
+        title: One line above all parts.
+        parts: What is shown.
         theme: Colours.
     """
-    lines = -(-len(panels) // 2)
-    panels = [(textwrap.fill(heading, HEADING), bars) for heading, bars in panels]
-    beside = [panels[2 * i : 2 * i + 2] for i in range(lines)]
-    heights = [
-        0.55 + 0.17 * max(heading.count("\n") for heading, _ in pair) + 0.3 * max(len(bars) for _, bars in pair)
-        for pair in beside
-    ]
-    figure = Figure(figsize=(7.4, sum(heights) + 0.95), layout="constrained")
+    heights = [part.height for part in parts]
+    figure = Figure(figsize=(7.4, sum(heights) + 0.85 * len(parts) + 1.1), layout="constrained")
     figure.patch.set_alpha(0)
-    grid = figure.subplots(lines, 2, squeeze=False, gridspec_kw={"height_ratios": heights})
-    longest = min(LONGEST_BAR, max(bar.end for _, bars in panels for bar in bars))
-    for k, axes in enumerate(grid.flat):
-        if k < len(panels):
-            _panel(axes, *panels[k], longest, theme)
-        else:
-            axes.set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
-    figure.supxlabel(textwrap.fill(note, 105), x=0.01, ha="left", fontsize=8.5, color=theme.quiet)
+    grid = figure.subplots(len(parts), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})
+    marks = [mark for part in parts for _, row in part.rows for mark in row]
+    low = min(1.0, *(mark.ratio if math.isnan(mark.low) else mark.low for mark in marks)) / 1.15
+    high = max(1.0, *(mark.ratio if math.isnan(mark.high) else mark.high for mark in marks)) * 1.7
+    for axes, part in zip(grid.flat, parts, strict=True):
+        _part(axes, part, theme)
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+        ticks = [tick for tick in TICKS if low <= tick <= high]
+        axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks], color=theme.text)
+        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axes.tick_params(length=0, labelbottom=True)
+    seen = {mark.name: mark for mark in sorted(marks, key=lambda mark: not mark.own)}
+    figure.legend(
+        handles=[_handle(mark, theme) for mark in seen.values()],
+        loc="outside upper left",
+        ncols=3,
+        frameon=False,
+        labelcolor=theme.text,
+        title=f"{title}\n",
+        title_fontproperties={"size": 12, "weight": "bold"},
+        alignment="left",
+    ).get_title().set_color(theme.text)
     return figure
 
 
-def _panel(axes: Axes, title: str, bars: Sequence[Bar], longest: float, theme: Theme) -> None:
-    for y, bar in enumerate(bars):
-        cut = bar.ratio > longest
-        colour = theme.own if bar.own else theme.other
-        axes.barh(y, min(bar.ratio, longest), height=0.68, color=colour)
-        if not cut and not math.isnan(bar.low):
-            axes.plot([bar.low, min(bar.high, longest)], [y, y], color=theme.text, linewidth=1.6)
-        if cut:
-            axes.plot(longest, y, marker=">", markersize=9, color=colour, clip_on=False)
-        axes.annotate(
-            f"{factor(bar.ratio)}×",
-            # Beside the bar, but never across the line at 1.
-            (max(1.0, min(longest if cut else bar.end, longest)), y),
-            (9 if cut else 4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=10,
-            color=theme.text,
-            fontweight="bold" if bar.own else "normal",
-        )
+def _part(axes: Axes, part: Part, theme: Theme) -> None:
+    axes.set_title(part.heading, loc="left", fontsize=10.5, fontweight="bold", color=theme.text)
+    places, top = [], 0.0
+    for number, (_, marks) in enumerate(part.rows):
+        height = ROW + MARK * len(marks)
+        if number % 2 == 0:
+            axes.axhspan(top, top + height, color=theme.band, linewidth=0)
+        for k, mark in enumerate(marks):
+            y = top + ROW / 2 + MARK * (k + 0.5)
+            if not math.isnan(mark.low):
+                axes.plot([mark.low, mark.high], [y, y], color=theme.colour(mark), linewidth=1.3)
+            axes.add_line(_handle(mark, theme, mark.ratio, y))
+            end = mark.ratio if math.isnan(mark.high) else mark.high
+            axes.annotate(
+                f"{factor(mark.ratio)}",
+                (end, y),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7.5,
+                color=theme.text if mark.own else theme.quiet,
+                fontweight="bold" if mark.own else "normal",
+            )
+        places.append(top + height / 2)
+        top += height
     axes.axvline(1.0, color=theme.text, linestyle=(0, (2, 2)), linewidth=1.0)
-    axes.set_xlim(0, longest * 1.22)
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_yticks(range(len(bars)), [textwrap.fill(bar.name, LABEL) for bar in bars], fontsize=9.5, linespacing=0.9)
-    for label, bar in zip(axes.get_yticklabels(), bars, strict=True):
-        label.set_color(theme.text)
-        label.set_fontweight("bold" if bar.own else "normal")
-    axes.set_xticks([])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.grid(visible=False)
+    axes.set_ylim(top, 0)
+    axes.set_yticks(places, [textwrap.fill(title, LABEL) for title, _ in part.rows], color=theme.text)
+    axes.spines["bottom"].set_color(theme.quiet)
     axes.patch.set_alpha(0)
-    axes.set_title(title, loc="left", fontsize=10.5, color=theme.text, fontweight="bold")
+    axes.set_xlabel(textwrap.fill(part.note, 92), loc="left", fontsize=8, color=theme.quiet)
+
+
+def _handle(mark: Mark, theme: Theme, x: float = math.nan, y: float = math.nan) -> Line2D:
+    colour = theme.colour(mark)
+    return Line2D(
+        [x],
+        [y],
+        color=colour,
+        linestyle="",
+        marker=mark.look.marker,
+        fillstyle=mark.look.fill,
+        markersize=6.5 if mark.own else 5.5,
+        markerfacecoloralt="none",
+        label=mark.name,
+    )

@@ -135,24 +135,21 @@ def test_a_text_is_as_wide_as_its_letters():
     assert drawing.width("i", 10) < drawing.width("M", 10) < drawing.width("M", 10, "bold")
 
 
-ARROW = headline.Bar("PyVacy", 42.0, False, 30.0, 60.0)
-"""Beyond the axis, and so is its interval."""
+FAST = headline.Mark("dpcore", looks.of("dpcore-loop"), 1.1, True, 0.9, 1.4)
+SLOW = headline.Mark("Opacus", looks.of("opacus-hooks"), 42.0, False)
 
 
-def test_the_front_page_s_figure_has_sorted_bars_with_their_numbers():
-    bars = [headline.Bar("dpcore", 0.56, True), headline.Bar("Opacus", 42.0, False)]
+def test_the_front_page_s_figure_has_a_mark_with_its_number_and_interval_for_each_contestant():
+    part = headline.Part("Batch 64", [("MNIST CNN", [FAST, SLOW]), ("IMDb LSTM", [FAST])], "note")
     for theme in headline.THEMES.values():
-        figure = headline.draw("title", [("MNIST CNN", bars), ("IMDb LSTM", bars)], "note", theme)
-        axes = figure.axes[0]
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["dpcore", "Opacus"]
-        assert [text.get_text() for text in axes.texts] == ["0.56×", "42.0×"]
-        widths = [bar.get_width() for bar in axes.patches]
-        assert widths == [0.56, headline.LONGEST_BAR], "a bar that is cut says so by an arrow"
-        assert [line.get_marker() for line in axes.lines if line.get_marker() == ">"] == [">"]
-
-
-def test_the_front_page_s_bars_have_their_intervals():
-    bars = [headline.Bar("dpcore", 1.1, True, 0.9, 1.4), headline.Bar("Opacus", 2.0, False), ARROW]
-    axes = headline.draw("title", [("MNIST CNN", bars)], "note", headline.THEMES[""]).axes[0]
-    assert [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2][:-1] == [[0.9, 1.4]]
-    assert axes.texts[0].xy[0] == 1.4, "the number stands behind the interval"
+        figure = headline.draw("title", [part, part], theme)
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["dpcore", "Opacus"]
+        for axes in figure.axes:
+            assert [label.get_text() for label in axes.get_yticklabels()] == ["MNIST CNN", "IMDb LSTM"]
+            assert [text.get_text() for text in axes.texts] == ["1.10", "42.0", "1.10"]
+            places = [float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() != "None"]
+            assert places == [1.1, 42.0, 1.1]
+            whiskers = [list(line.get_xdata()) for line in axes.lines if list(line.get_xdata()) == [0.9, 1.4]]
+            assert len(whiskers) == 2, "what has no interval has no line"
+            assert axes.texts[0].xy[0] == 1.4, "the number stands behind the interval"
+            assert axes.get_xlim()[0] < 0.9 and axes.get_xlim()[1] > 42.0
