@@ -55,9 +55,10 @@ class Size:
 # anew, and thirty-two ways to tamper. Then dpcore by 27, of which Opacus' names 5, and tests by 75 for charges that
 # were forgotten, the rate of a loader's own sampler, and what a page did not know of runs whose optimizers are gone.
 # Then for what a review of all this and a newcomer's trial mended. Harness by 255 and tests by 145 for Croissant
-# metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs.
+# metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs. Harness by 41 for a figure
+# of two halves, and a sentence that names the loop of README beside Engine.
 LIMITS = {
-    "harness": Size(lines=38_755, long_classes=0, long_files=5),
+    "harness": Size(lines=38_796, long_classes=0, long_files=5),
     "dpcore": Size(lines=30_595, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
