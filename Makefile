@@ -31,6 +31,8 @@ RUN ?= results/local/$(PRESET)
 # FOUND: the Python whose packages `make bench-gpu` measures as they are; OUT: where it leaves its three files.
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
+# The runs of README's figure: what the site's report is made from.
+CITED = $(shell grep '^<!-- figure: ' README.md | grep -oE '[a-z0-9-]+-20[0-9]{2}-[0-9-]+')
 
 .PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts dependents golden golden-weights scale verify-packs prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-grid test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
@@ -280,9 +282,12 @@ $(DEPENDENTS_READY): tests/requirements-dependents.txt tests/requirements-depend
 	$(DEPENDENTS)/bin/python $(PIP) --no-deps -r tests/requirements-dependents-alone.txt
 	@touch $@
 
-docs: $(DOCS_READY)  ## the Markdown as a site with search, and dpcore's API: build/site/index.html
+docs: $(READY) $(DOCS_READY)  ## one site: pages with search, tutorials, dpcore's API, report, dashboard: build/site/index.html
 	rm -rf build/docs && mkdir -p build/docs
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --target-directory build/docs
+	$(PYTHON) docs/site/tutorials.py build/docs/docs/tutorials
+	$(BIN)/dpbench report $(CITED) --out build/docs/site-report >/dev/null
+	$(BIN)/dpbench dashboard --out build/docs/site-dashboard
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --config-file docs/mkdocs.yml --strict --quiet
 	@echo "build/site/index.html; its search needs a server: $(PYTHON) -m http.server --directory build/site"
 
