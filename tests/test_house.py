@@ -57,12 +57,13 @@ class Size:
 # Then for what a review of all this and a newcomer's trial mended. Harness by 255 and tests by 145 for Croissant
 # metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs. Harness by 41 for a figure
 # of two halves, and a sentence that names the loop of README beside Engine; tests by 29 for tutorials as pages.
+# Dpcore by 20 and tests by 21 for units of units, joined units and no tables, which ended in errors of torch's.
 LIMITS = {
     "harness": Size(lines=38_796, long_classes=0, long_files=5),
-    "dpcore": Size(lines=30_595, long_classes=0, long_files=0),
+    "dpcore": Size(lines=30_615, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=55_052, long_classes=0, long_files=16),
+    "tests": Size(lines=55_073, long_classes=0, long_files=16),
 }
 
 

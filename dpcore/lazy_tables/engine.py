@@ -70,6 +70,11 @@ class LazyEngine:
     ) -> None:
         if not isinstance(exact_steps, int) or exact_steps < 1:
             raise ValueError(f"exact_steps is {exact_steps!r}; it must be a whole number of steps, 1 or more.")
+        if isinstance(tables, str) or not tables:
+            raise ValueError(
+                f"tables is {tables!r}; it must hold the name of one table or more, as tables=['items']. For a model "
+                "without huge tables use Engine."
+            )
         if options.pop("compile", False):
             raise UnsupportedError("Lazy tables read rows by their values, which no compiled graph has: compile=False.")
         self.model, self.optimizer = model, optimizer

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from dpcore.arguments import check_number
 from dpcore.errors import UnsupportedError
@@ -31,7 +31,19 @@ class UnitDataset(Dataset[Any]):
                 f"The data set, of type {type(dataset).__name__}, has no length, and units are drawn by number; use a "
                 "map-style data set, with __len__ and __getitem__."
             )
+        if _units(dataset) is not None:
+            raise UnsupportedError(
+                f"The data set is one of units already, {dataset!r}, and a unit is no row. Make units of the rows "
+                "themselves: dpcore.users of them, and several views of a row in the model."
+            )
         self.dataset = dataset
+
+    def __repr__(self) -> str:
+        return f"{len(self)} units: each {self.words}"
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many units there are."""
 
     @property
     @abstractmethod
@@ -190,4 +202,9 @@ def users_digest(dataset: Any) -> str | None:
 def _units(dataset: Any) -> UnitDataset | None:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
+    if isinstance(dataset, ConcatDataset) and any(_units(part) is not None for part in dataset.datasets):
+        raise UnsupportedError(
+            "A ConcatDataset of units of several rows hands them out as single examples. Join the data first, then "
+            "make the views or users of the whole: dpcore.views(ConcatDataset([...]), transform, K)."
+        )
     return dataset if isinstance(dataset, UnitDataset) else None

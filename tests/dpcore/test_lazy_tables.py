@@ -377,6 +377,9 @@ def test_a_step_needs_a_public_divisor():
         engine(Model(), expected_batch_size=None)
     with pytest.raises(ValueError, match="exact_steps is 0"):
         engine(Model(), exact_steps=0)
+    for none in ([], "items"):
+        with pytest.raises(ValueError, match="must hold the name of one table or more"):
+            LazyEngine(Model(), losses, tables=none, optimizer=None)
 
 
 def test_the_pages_snippet_runs(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import dpcore
 from dpcore import DPDataLoader, Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
@@ -300,3 +300,21 @@ def test_a_run_goes_on_with_the_same_users_only(tmp_path, ids, options):
     other, model, optimizer, _ = run(ids or first, **options)
     with pytest.raises(PrivacyError, match=r"saved with the users' rows=\w+, this run has \w+"):
         other.load_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)
+
+
+def test_units_of_units_and_joined_units_are_refused_by_name():
+    data = TensorDataset(torch.randn(6, 3), torch.zeros(6))
+    seen = dpcore.views(data, None, 2)
+    assert repr(seen) == "6 units: each one example, by 2 views"
+    for again in (lambda: dpcore.views(seen, None, 2), lambda: dpcore.users(Subset(seen, [0, 1]), [1, 2], 2)):
+        with pytest.raises(UnsupportedError, match="one of units already"):
+            again()
+    model = nn.Linear(3, 1)
+    with pytest.raises(UnsupportedError, match="Join the data first"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(ConcatDataset([small_data(), seen]), batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
