@@ -63,7 +63,7 @@ LIMITS = {
     "dpcore": Size(lines=30_615, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=55_075, long_classes=0, long_files=16),
+    "tests": Size(lines=55_076, long_classes=0, long_files=16),
 }
 
 
