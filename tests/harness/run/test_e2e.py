@@ -145,7 +145,7 @@ def test_a_budget_longer_than_an_epoch_times_several_and_changes_no_epsilon(driv
     assert slow.timed is not None and slow.epsilon is not None
     assert 2 <= slow.timed.epochs <= 37 and not slow.timed.extrapolated
     assert slow.timed.epochs == len(slow.epoch_seconds) == len(slow.timed.measured_seconds)
-    # Without what its threads waited for a processor, of which some may fall into the sleep: still more than three steps.
+    # Without what its threads waited for a processor, some of it perhaps in the sleep: still more than three steps.
     assert min(slow.epoch_seconds) > 0.8 * 0.04
     slept, count = Sleeps(driver), 4 * slow.timed.epochs
     most = math.inf if is_by_the_harness(slow.timed) else 1.1
