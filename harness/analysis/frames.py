@@ -173,15 +173,16 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
     this one was extrapolated.
     """
     labels: dict[str, str] = {}
+    of_machine: dict[int, str] = {}  # many records share one, and to tell it from others takes longer than a row
     table = []
     for r in records:
-        where = surroundings.of(r)
-        if where.key not in labels:
-            labels[where.key] = naming.machine_label(r.machine)
+        if id(r.machine) not in of_machine:
+            key = surroundings.of(r).key
+            of_machine[id(r.machine)] = labels.setdefault(key, naming.machine_label(r.machine))
         state, reason = admitted(r)
         table.append(
             {
-                **section_of(r, labels[where.key]),
+                **section_of(r, of_machine[id(r.machine)]),
                 "task": r.cell.task,
                 "precision": r.precision,
                 "synthetic": r.data.synthetic if r.data else None,
@@ -224,8 +225,8 @@ def section_of(r: Record, machine: str) -> dict[str, Any]:
 
 def origin_of(r: Record) -> dict[str, Any]:
     """Return the columns that say when a record was made, of which code and for which cell."""
-    made = {"moment": surroundings.of(r).moment, "started": r.started, "when": r.when, "commit": r.source.commit}
-    return {**made, "dirty": r.source.dirty, "code": surroundings.of(r).code, "cell": r.cell.name}
+    made = {"moment": r.block.moment, "started": r.started, "when": r.when, "commit": r.source.commit}
+    return {**made, "dirty": r.source.dirty, "code": surroundings.code(r.source), "cell": r.cell.name}
 
 
 REPLAYED = 1e-2
@@ -596,9 +597,13 @@ def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
     passed."""
     keys, shown = [*SECTION, "task", "contestant"], ["error", "limit", "passed", "detail"]
     found: dict[tuple[Any, ...], GateCheck] = {}
+    seen: set[tuple[Any, ...]] = set()
     for index, *place in current[keys].itertuples(name=None):
         record_gate = records[index].gate
-        for check in record_gate.checks if record_gate else ():
+        if record_gate is None or (*place, id(record_gate)) in seen:
+            continue
+        seen.add((*place, id(record_gate)))
+        for check in record_gate.checks:
             where = (*place, check.check)
             known = found.get(where)
             if known is None or _worse(check, known):

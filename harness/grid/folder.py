@@ -18,10 +18,9 @@ from pathlib import Path
 from harness.errors import BadInput
 from harness.grid import plan
 from harness.grid.plan import Plan, Unit
-from harness.store import cache, surroundings
+from harness.store import cache, record, surroundings
 from harness.store import folder as store
-from harness.store.read import load
-from harness.store.record import Record
+from harness.store.record import Gate, Record
 
 END, BEAT = "unit.json", "beat"
 BEAT_SECONDS = 15.0
@@ -139,9 +138,9 @@ class GridFolder:
         probe.touch()
         return probe.stat().st_mtime
 
-    def judge(self, unit: Unit) -> str | list[Record]:
+    def judge(self, unit: Unit, gates: dict[str, Gate]) -> str | list[Record]:
         """Return a unit's records, or why it does not count: it is not done, not what was planned, changed since, or of
-        two machines."""
+        two machines. ``gates``: verdicts of the units before, which this one may share."""
         folder = self.units / unit.name
         end = read_end(folder)
         if end is None:
@@ -150,9 +149,9 @@ class GridFolder:
             return f"its records are not those that were measured; remove {folder} and run the grid again"
         if (fault := not_as_planned(folder, unit)) is not None:
             return fault
-        records = load(folder)
-        places = {surroundings.of(record).key for record in records}
-        runs = {record.block.run for record in records}
+        records = [value for path in sorted((folder / "records").glob("*.json")) for value in record.read(path, gates)]
+        places = {surroundings.of(one).key for one in records}
+        runs = {one.block.run for one in records}
         if len(places) > 1 or len(runs) > 1:
             return f"its records are of {len(places)} machines and {len(runs)} runs; remove {folder}"
         return records
@@ -169,11 +168,12 @@ class GridFolder:
         self.settle_all()
         faults: dict[str, str] = {}
         lines: list[tuple[str, str]] = []
+        gates: dict[str, Gate] = {}
         for unit in self.plan.units:
-            if isinstance(found := self.judge(unit), str):
+            if isinstance(found := self.judge(unit, gates), str):
                 faults[unit.name] = found
             else:  # as text: all records of a large grid do not fit into memory as objects
-                lines += [(record.file_name, store.portable(record)) for record in found]
+                lines += [(one.file_name, store.portable(one)) for one in found]
         if not lines:
             raise BadInput(f"No unit of {self.path} is done; start them by `dpbench grid run {self.path}`.")
         return store.write_pack(lines, target), faults

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.errors import BadInput, did_you_mean
 from harness.store import record
 from harness.store.folder import PLAN, SITE, misnamed
-from harness.store.record import Record
+from harness.store.record import Gate, Record
 
 SUMMARY = "summary.json"
 """The summary that ``run gpu`` leaves beside its records."""
@@ -35,18 +33,32 @@ def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
     Raises :class:`BadInput` for a place that does not exist, one without a record, and a record that is corrupt, newer,
     or under another process's name; of these, where ``left_out`` is given, it is told why, and the rest is loaded.
     """
-    return list({_digest(r): r for place in places for r in _of(place, left_out)}.values())
+    return list(_distinct(value for place in places for value in _of(place, left_out)))
 
 
-def _digest(value: Record) -> bytes:
-    return hashlib.sha256(value.to_json().encode()).digest()  # of 100,000 records the texts themselves take 500 MB
+def every(place: Path) -> list[Record]:
+    """Return what :func:`load` does, a record that is there twice as two."""
+    return _of(place, None)
 
 
-PARTS = ("cell", "data", "gate", "epsilon", "energy", "source")
+def _distinct(values: Iterable[Record]) -> Iterator[Record]:
+    """Yield each record once. Only those of one process can be equal, so that hardly one is compared as a text."""
+    known: dict[tuple[object, ...], list[Record]] = {}
+    for value in values:
+        process = value.key, value.started, value.wall_seconds, value.purpose, value.block.run, value.block.round
+        twins = known.setdefault(process, [])
+        if twins and value.to_json() in [twin.to_json() for twin in twins]:
+            continue
+        twins.append(value)
+        yield value
+
+
+PARTS = ("cell", "data", "epsilon", "energy", "source")
 
 
 def _sharing(value: Record, known: dict[Any, Any]) -> Record:
-    """Let a record share parts with the others that have equal ones, all of them frozen: of a large grid it is most."""
+    """Let a record share parts with the others that have equal ones, all of them frozen: of a large grid it is most.
+    Verdicts are shared as they are parsed."""
     parts = {name: part for name in PARTS if (part := getattr(value, name)) is not None}
     shared = {name: known.setdefault((name, part.model_dump_json()), part) for name, part in parts.items()}
     shared |= {
@@ -104,25 +116,28 @@ def _of(place: Path, left_out: Tell | None) -> list[Record]:
 
 def _read(place: Path) -> tuple[list[Record], list[str]]:
     """Return (records, what is wrong with the others)."""
-    found, faults = [], []
+    found: list[Record] = []
+    faults: list[str] = []
     known: dict[Any, Any] = {}
+    gates: dict[str, Gate] = {}
     for path in sorted(_files(place)):
         in_run = path.parent.name == "records" and (path.parent.parent / PLAN).exists()
+        of_others, its_faults = len(found), []
         try:
-            texts = deque(record.texts(path))
-        except BadInput as fault:
-            faults.append(str(fault))
-            continue
-        while texts:  # which get fewer as there are more records: both together would take twice the memory
-            try:
-                value = record.parse(*texts.popleft())
-            except BadInput as fault:
-                faults.append(str(fault))
-                continue
-            if in_run and path.suffix == ".json" and value.file_name != path.name:
-                faults.append(misnamed(path, value))
-                continue
-            found.append(_sharing(value, known))
+            for text, origin in record.texts(path):
+                try:
+                    value = record.parse(text, origin, gates)
+                except BadInput as fault:
+                    its_faults.append(str(fault))
+                    continue
+                if in_run and path.suffix == ".json" and value.file_name != path.name:
+                    its_faults.append(misnamed(path, value))
+                    continue
+                found.append(_sharing(value, known))
+        except BadInput as fault:  # the file is not whole, so that nothing of it counts
+            del found[of_others:]
+            its_faults = [str(fault)]
+        faults += its_faults
     return found, faults
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.store.record import Record
+from harness.store.record import Record, Source
 
 FACTS = ("cpu", "cores", "memory_bytes", "gpus", "id", "threads", "card", "quota", "variables")
 """Of what a record says of its machine, that which tells two places apart."""
@@ -47,9 +47,18 @@ class Surroundings:
 
 def of(record: Record) -> Surroundings:
     """Return the surroundings of a record."""
-    source = record.source
-    environment = source.lock_hash + (f"+{source.content}" if source.content else "")
-    return Surroundings(facts(record.machine), source.adapter_hash, environment, record.block.moment)
+    return Surroundings(
+        facts(record.machine), record.source.adapter_hash, _environment(record.source), record.block.moment
+    )
+
+
+def code(source: Source) -> str:
+    """Return :attr:`Surroundings.code` of a record with this source, without the rest."""
+    return Surroundings({}, source.adapter_hash, _environment(source)).code
+
+
+def _environment(source: Source) -> str:
+    return source.lock_hash + (f"+{source.content}" if source.content else "")
 
 
 def facts(machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from harness.data import store
 from harness.errors import BadInput
-from harness.gate.admission import Verdict
+from harness.gate.admission import Verdict, judged_task
 from harness.plan import registry
 from harness.plan.registry import Contestant
 from harness.store.record import Gate, Record
-from harness.tasks import SMALL_GATE, definition_hash, known_task
+from harness.tasks import definition_hash, known_task
 from harness.verify.records import CLOSE, Fault
+from harness.worker import sketch
 
 Judge = Callable[[Contestant, str], Verdict]
 """Judges a contestant on a task, here and now."""
@@ -33,6 +34,19 @@ def faults(records: Sequence[Record], judge: Judge) -> Iterator[Fault]:
     measured = {(r.cell.contestant, r.cell.task) for r in records if r.purpose != "gate" and r.state == "ok"}
     for name, task in sorted(measured & verdicts.keys()):
         yield from (Fault(kind, f"{task}, {name}", text) for kind, text in _again(verdicts[name, task], judge))
+
+
+def undigested(records: Sequence[Record]) -> list[str]:
+    """Return the verdicts whose updates cannot be compared: older ones, which hold no digest of them, and those on a
+    network that is too large to be judged here."""
+    found = [record for record in records if record.purpose == "gate" and record.state == "ok" and record.gate]
+    return sorted(f"{one.cell.task}, {one.cell.contestant}" for one in found if not _comparable(one))
+
+
+def _comparable(record: Record) -> bool:
+    gate, task = record.gate, record.cell.task
+    is_small = gate is not None and (gate.judged_as or task) == judged_task(task, small=True)
+    return is_small and gate is not None and any(check.digest for check in gate.checks)
 
 
 def _again(record: Record, judge: Judge) -> Iterator[tuple[str, str]]:
@@ -59,10 +73,15 @@ def _limits(there: Gate, here: Gate, task: str) -> Iterator[tuple[str, str]]:
     """Yield checks that one of two verdicts lacks, or judges by another limit; of different networks only the first."""
     named = {check.check: check.limit for check in here.checks}
     said = {check.check: check.limit for check in there.checks}
-    if (there.judged_as or task) != (here.judged_as or SMALL_GATE.get(task, task)):
+    if (there.judged_as or task) != (here.judged_as or judged_task(task, small=True)):
         return
     for name in sorted(named.keys() ^ said.keys()):
         yield "check", f"{name} is only {'here' if name in named else 'in the pack'}"
+    made = {check.check: check.digest for check in here.checks}
+    for check in there.checks:
+        ours, limits = made.get(check.check), (check.limit or 0.0) + (named.get(check.check) or 0.0)
+        if check.digest and ours and sketch.differ(check.digest, ours, limits):
+            yield "update", f"{check.check}: the update that the pack's adapter made is not the one made here"
     for name in named.keys() & said.keys():
         a, b = named[name], said[name]
         if (a is None) != (b is None) or (a is not None and b is not None and not math.isclose(a, b, rel_tol=CLOSE)):

@@ -103,13 +103,15 @@ class Layer:
 @dataclass(frozen=True)
 class Check:
     """One line of the admission gate. ``error`` and ``limit`` in the check's own measure; passes if error <= limit. An
-    infinite error is written as none."""
+    infinite error is written as none. ``digest``: of the update that it looked at, by :mod:`harness.worker.sketch`;
+    empty where it looked at none, and in older records."""
 
     check: str
     error: float | None
     limit: float | None
     passed: bool
     detail: str = ""
+    digest: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,26 @@ def of(arrays: Mapping[str, np.ndarray]) -> list[float]:
     return [float(value) for value in sums]
 
 
+DIGEST_WIDTH = 8
+DIGEST_MARGIN = 3.0
+"""Of the estimated distance of two digests, whose relative standard deviation is 25 %."""
+
+
+def digest(update: np.ndarray) -> list[float]:
+    """Return the length of an update and a sketch of it in DIGEST_WIDTH sums, few enough for a record."""
+    sums = np.reshape(of({"update": update}), (-1, DIGEST_WIDTH)).sum(0)
+    return [float(f"{value:.6g}") for value in (float(np.linalg.norm(update)), *sums)]
+
+
+def differ(one: Sequence[float], other: Sequence[float], limit: float) -> bool:
+    """Return whether the updates behind two digests are farther apart than ``limit``, relative to their length."""
+    a, b = np.asarray(one, dtype=float), np.asarray(other, dtype=float)
+    if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return True
+    allowed = limit * max(a[0], b[0])
+    return bool(abs(a[0] - b[0]) > allowed or np.linalg.norm(a[1:] - b[1:]) > DIGEST_MARGIN * allowed)
+
+
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
     """|a - b| / |a|, estimated, of the arrays behind two sketches; infinite where either holds no number, or one is
     zero and the other is not."""

@@ -21,6 +21,7 @@ from harness.cli import outcome  # noqa: E402
 from harness.environments import unpinned, venv  # noqa: E402
 from harness.gate import admission  # noqa: E402
 from harness.gate.admission import Verdict  # noqa: E402
+from harness.grid.launchers.slurm import Slurm  # noqa: E402
 from harness.plan import e2e as plan  # noqa: E402
 from harness.run import layers as layer_run  # noqa: E402
 from harness.run import peaks, replays  # noqa: E402
@@ -89,6 +90,7 @@ def install() -> None:
         machine.gpus = lambda: ["A device that is not there, 1000 MiB, 1.0"]
         machine._gpu_throttle = list
     speed_probe.seconds = lambda: 0.01  # takes longer than a fake's steps, and a busy machine changes it
+    Slurm.poll_seconds = 1.0  # a grid of fakes waits mostly for the next look at the queue
     peaks.measure = lambda threads: {"flops_per_second": 1e9 * threads, "bytes_per_second": 2e9}
     if "DRIVE_WITH_REPORT" not in os.environ:  # figures take longer than the fake cells
         outcome.report = lambda folder, console, shows: []

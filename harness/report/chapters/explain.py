@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import fmean, median
 from typing import Any
 
@@ -14,7 +14,7 @@ from harness.analysis.naming import machine_label, number
 from harness.errors import BadInput
 from harness.report import model
 from harness.store import surroundings
-from harness.store.record import Record
+from harness.store.record import Gate, Record
 
 COMMAND = "reproduce"
 """The label of the command that measures a process again."""
@@ -105,8 +105,13 @@ def summary(tables: Tables, name: str) -> Iterator[str]:
         yield f"{row.machine}: {value}" + (f" ({row.failures}: {row.reason})" if row.failures else "")
 
 
-def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of everything that one process left behind."""
+Known = dict[tuple[Any, int], Any]
+"""What was made of parts that many records share, by the parts' identity: it is made once."""
+
+
+def lines(record: Record, row: Mapping[str, Any], known: Known | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of everything that one process left behind. ``known``: of the other records of a report."""
+    known = {} if known is None else known
     yield "state", row["state"] + (f": {row['reason']}" if row["reason"] else "")
     if row["superseded"]:
         yield "", "left out of the tables: a newer adapter or environment, or whole epochs, were measured later"
@@ -126,7 +131,7 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield metric, f"{value / model.MEBIBYTE:.1f} MiB"
     if record.load:
         yield "load", _load(record)
-    yield from _gate(record)
+    yield from _made(known, _gate, record.gate)
     if record.epsilon:
         e = record.epsilon
         rdp, pld, own = (model.MISSING if v is None else f"{v:.4g}" for v in (e.rdp, e.pld, e.own))
@@ -138,7 +143,7 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "data", f"{record.data.name}, {kind}, {record.data.origin}, sha256 {record.data.sha256[:12]}"
     if record.seeds:
         yield "seeds", f"weights {record.seeds.initial}, batches {record.seeds.batches}, noise {record.seeds.noise}"
-    yield from _provenance(record)
+    yield from _provenance(record, known)
     if record.log_tail:
         yield "log", record.log_tail
     yield COMMAND, record.command or "no command recorded"
@@ -167,22 +172,35 @@ def parts(
         yield "gate process", facts
 
 
-def _gate(record: Record) -> Iterator[tuple[str, str]]:
-    if record.gate:
-        yield "gate", f"{'passed' if record.gate.passed else 'not passed'}, key {record.gate.key}"
-    for check in record.gate.checks if record.gate else ():
+def _made(known: Known, make: Callable[[Any], Any], part: Any) -> Any:
+    """Return what ``make`` makes of a part of a record."""
+    if (made := known.get((make, id(part)))) is None:
+        made = known[make, id(part)] = make(part)
+    return made
+
+
+def _gate(gate: Gate | None) -> list[tuple[str, str]]:
+    if gate is None:
+        return []
+    told = [("gate", f"{'passed' if gate.passed else 'not passed'}, key {gate.key}")]
+    for check in gate.checks:
         limits = (
             "" if check.error is None or check.limit is None else f" error {check.error:.5g}, limit {check.limit:.5g}"
         )
         detail = f" ({check.detail})" if check.detail else ""
-        yield f"gate {check.check}", ("passed" if check.passed else "FAILED") + limits + detail
+        told.append((f"gate {check.check}", ("passed" if check.passed else "FAILED") + limits + detail))
+    return told
 
 
-def _provenance(record: Record) -> Iterator[tuple[str, str]]:
-    yield "machine", machine_label(record.machine)
-    shown = [f"{name} {record.versions[name]}" for name in ("python", *SHOWN_PACKAGES) if name in record.versions]
-    rest = len(record.versions) - len(shown)
-    yield "versions", ", ".join(shown) + (f" and {rest} more (see --json)" if rest else "")
+def _versions(versions: Mapping[str, str]) -> str:
+    shown = [f"{name} {versions[name]}" for name in ("python", *SHOWN_PACKAGES) if name in versions]
+    rest = len(versions) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more (see --json)" if rest else "")
+
+
+def _provenance(record: Record, known: Known) -> Iterator[tuple[str, str]]:
+    yield "machine", _made(known, machine_label, record.machine)
+    yield "versions", _made(known, _versions, record.versions)
     if record.image:
         matches = "" if record.image.matches_lock else ", which is not the lock of the repository"
         yield "image", f"{record.image.tag} {record.image.digest}, on {record.image.base}"

@@ -342,10 +342,12 @@ def _processes(tables: Tables) -> tuple[list[list[Any]], list[str], list[str]]:
     labels: dict[str, int] = {}
     strings: dict[str, int] = {}
     processes = []
-    columns = ["state", "reason", "superseded"]
-    for record, row in zip(tables.records, tables.raw[columns].to_dict("records"), strict=True):
+    known: explain.Known = {}
+    columns = ("state", "reason", "superseded")
+    for record, *told in zip(tables.records, *(tables.raw[name].tolist() for name in columns), strict=True):
+        row = dict(zip(columns, told, strict=True))
         entry: list[Any] = [record.purpose, row["state"]]
-        for label, text in explain.lines(record, {str(k): v for k, v in row.items()}):
+        for label, text in explain.lines(record, row, known):
             entry += [labels.setdefault(label, len(labels)), strings.setdefault(text, len(strings))]
         processes.append(entry)
     return processes, list(labels), list(strings)

@@ -4,7 +4,7 @@ not a number fails."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.contract import Unsupported
@@ -19,8 +19,8 @@ FINDING = "finding: "
 """How the detail of a check begins that passes and has something to tell."""
 
 
-def check(name: str, error: float | None, limit: float | None, detail: str = "") -> Check:
-    """Return a check."""
+def check(name: str, error: float | None, limit: float | None, detail: str = "", digest: Sequence[float] = ()) -> Check:
+    """Return a check. ``digest``: of the update that it looked at."""
     if error is not None and not math.isfinite(error):
         error, detail = None, f"not finite; {detail}"
     passed = error is not None and limit is not None and bool(error <= limit)
@@ -30,6 +30,7 @@ def check(name: str, error: float | None, limit: float | None, detail: str = "")
         "limit": float(limit) if limit is not None and math.isfinite(limit) else None,
         "passed": passed,
         "detail": detail,
+        "digest": list(digest),
     }
 
 

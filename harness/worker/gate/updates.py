@@ -11,6 +11,7 @@ import numpy as np
 
 from harness.contract import Adapter, Setting
 from harness.optimizer import SGD
+from harness.worker import sketch
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import diagnosis
 from harness.worker.gate.cases import BATCH, LATE_LAST, Case
@@ -59,7 +60,7 @@ class Updates:
             sizes = len(case.batches[0]) * case.repeats, case.batch_size * case.repeats
             told = diagnosis.of(found, expected, self.driver.slices, *sizes, case.max_grad_norm)
             detail = f"{told}; {detail}" if told else detail
-        yield check(f"update: {case.name}", error / size, limit, detail)
+        yield check(f"update: {case.name}", error / size, limit, detail, sketch.digest(found))
 
     def sizes(self) -> Iterator[Check]:
         """Batches of one row, of two, and so on: one size that an adapter takes differently from its neighbours. Where

@@ -46,7 +46,7 @@ def kills(cluster: Cluster) -> object:
     return kill
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_units_go_on_elsewhere_when_a_node_dies(cluster: Cluster, cache: Path, tmp_path: Path, count: int) -> None:
     grid = Grid(tmp_path / "grid", cache, cluster.environment)
     for node in NODES:

@@ -168,3 +168,26 @@ def test_equal_parts_of_records_are_there_once(tmp_path):
     for name in ("cell", "gate", "machine", "versions", "source"):
         parts = [getattr(one, name) for one in found]
         assert len({id(part) for part in parts}) == len({repr(part) for part in parts}) < len(found), name
+
+
+def test_a_verdict_is_shared_only_where_it_is_the_record_s_own():
+    one = factory.quick_run(rounds=1)[0]
+    facts = {**one.machine, "gate": {"passed": True, "key": "of the machine", "checks": []}, "epsilon": 1.0}
+    odd = one.model_copy(update={"machine": facts, "gate": None})
+    gates = {}
+    for value in (one, odd, one):
+        assert record.parse(value.to_json(), "here", gates) == value
+    assert len(gates) == 1
+
+
+def test_of_a_packed_file_that_breaks_off_nothing_counts(tmp_path):
+    run = factory.quick_run(rounds=1)
+    factory.write(run[:2], tmp_path / "whole", packed=True)
+    (tmp_path / "broken.jsonl").write_bytes("".join(one.to_json() + "\n" for one in run).encode() + b"\xff\n")
+    told = []
+    assert read.load(tmp_path, left_out=told.append) == run[:2]
+    assert (
+        len(told) == 1
+        and "broken.jsonl" in told[0]
+        and f"at byte {len(''.join(one.to_json() + 'x' for one in run).encode())}" in told[0]
+    )

@@ -1,4 +1,4 @@
-"""A committed pack is accepted; thirty-two that were tampered with are not, each for its own reason by name."""
+"""A committed pack is accepted; thirty-four that were tampered with are not, each for its own reason by name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import copy
 import gzip
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,6 +22,7 @@ from harness.plan import registry
 from harness.store.record import Gate, GateCheck, Record, parse
 from harness.tasks import definition_hash, known_task
 from harness.verify import here, records
+from harness.worker import sketch
 
 PACK = ROOT / "results" / "records" / "2026-11-27-epyc-26d5a594-jaxdpopt-turns.jsonl.gz"
 Lines = list[dict[str, Any]]
@@ -131,6 +134,10 @@ def twice(lines: Lines) -> None:
     lines.append(other)
 
 
+def copied(lines: Lines) -> None:
+    lines.append(copy.deepcopy(one(lines)))
+
+
 def other_machine(lines: Lines) -> None:
     one(lines)["machine"]["id"] = "ffffffff"
 
@@ -199,6 +206,7 @@ TAMPERED: dict[Callable[[Lines], None], str] = {
     without_its_slowest: "missing",
     without_a_round: "missing",
     twice: "twice",
+    copied: "twice",
     other_machine: "machines",
     more_threads: "machines",
     other_seed: "seeds",
@@ -256,7 +264,7 @@ def test_what_cannot_be_found_is_known(lines: Lines, tmp_path: Path) -> None:
 
 def test_every_kind_is_explained_on_the_page() -> None:
     page = (ROOT / "docs" / "submit.md").read_text(encoding="utf-8")
-    for kind in {*TAMPERED.values(), "gate", "limit", "protocol"}:
+    for kind in {*TAMPERED.values(), "gate", "limit", "protocol", "update", "no digest"}:
         assert f"| `{kind}` |" in page, kind
 
 
@@ -266,7 +274,7 @@ def test_a_pack_of_an_older_protocol_is_not_accepted() -> None:
     assert said.exit_code == 1 and "verified-v1 is no protocol of this dpbench" in said.output
 
 
-def of_today(lines: Lines, limit: float = 1.0) -> list[Record]:
+def of_today(lines: Lines, limit: float = 1.0, digest: Sequence[float] = ()) -> list[Record]:
     """Two records of the pack, as this tree's code would have made them."""
     (contestant,) = registry.select(["dpcore-native"])
     adapter = contestant.framework.adapter_hash + definition_hash(known_task("mnist-cnn"))
@@ -279,7 +287,8 @@ def of_today(lines: Lines, limit: float = 1.0) -> list[Record]:
         line["source"]["lock_hash"] = contestant.framework.lock_hash
         line["data"] = None
         if purpose == "gate":
-            line["gate"]["checks"] = [{"check": "update: one", "error": 0.0, "limit": limit, "passed": True}]
+            check = {"check": "update: one", "error": 0.0, "limit": limit, "passed": True, "digest": digest}
+            line["gate"]["checks"] = [check]
         found.append(parse(json.dumps(line), purpose))
     return found
 
@@ -297,6 +306,36 @@ def test_the_gate_is_asked_again_here(lines: Lines, error: float, limit: float, 
 
     found = {fault.kind for fault in here.faults(of_today(lines, limit), judge)}
     assert asked == [("dpcore-native", "mnist-cnn")] and found == kinds
+
+
+def other_update(update: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return update + 1e-3 * np.linalg.norm(update) / math.sqrt(update.size) * rng.standard_normal(update.size)
+
+
+def longer_update(update: np.ndarray, _: np.random.Generator) -> np.ndarray:
+    return 1.001 * update
+
+
+def update_as_rounded(update: np.ndarray, _: np.random.Generator) -> np.ndarray:
+    return update.astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [(other_update, {"update"}), (longer_update, {"update"}), (update_as_rounded, set()), (None, set())],
+    ids=("other", "longer", "as_rounded", "no_digest"),
+)
+def test_the_update_is_compared_with_the_one_made_here(lines: Lines, make: Any, kinds: set[str]) -> None:
+    rng, limit = np.random.default_rng(7), 5e-5
+    update = rng.standard_normal(10_000)
+    there = of_today(lines, limit, [] if make is None else sketch.digest(make(update, rng)))
+
+    def judge(*_: object) -> Verdict:
+        check = GateCheck(check="update: one", error=0.0, limit=limit, passed=True, digest=sketch.digest(update))
+        return Verdict("ok", None, Gate(passed=True, key="", checks=[check]), {})
+
+    assert {fault.kind for fault in here.faults(there, judge)} == kinds
+    assert here.undigested(there) == ([] if make else ["mnist-cnn, dpcore-native"])
 
 
 def test_code_that_is_not_here_is_not_judged(lines: Lines) -> None:
