@@ -45,8 +45,8 @@ def text(tables: Tables, sizes: Sequence[int] = ()) -> str:
         cells = (column[library][1] if library in column else "·" for column in columns)
         lines.append(f"| {titles.get(library, library)} | {' | '.join(cells)} |")
     lines.append(f"| *the fastest over PyTorch without DP* | {' | '.join(_price(found[p].price) for p in places)} |")
-    sections = dict.fromkeys(place[: len(SECTION)] for place in places)
-    return "\n".join(lines) + f"\n\n{LEGEND} {'. '.join(words.basis(tables, section) for section in sections)}."
+    bases = dict.fromkeys(words.basis(tables, place[: len(SECTION)]) for place in places)
+    return "\n".join(lines) + f"\n\n{LEGEND} {'. '.join(bases)}."
 
 
 def _column(standing: Standing, framework: Mapping[str, str]) -> Iterator[tuple[str, tuple[float, str]]]:

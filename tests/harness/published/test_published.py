@@ -168,7 +168,8 @@ def test_the_result_shown_first_rests_on_current_runs() -> None:
             for part in block["what"].split(" | "):
                 entries = [e for name in part.split(" at ")[0].split() for e in index.load().find(name)]
                 assert {e.status for e in entries} == {"current"}
-                assert len({e.machine for e in entries}) == 1
+                kinds = {e.machine.rpartition(", ")[0] for e in entries}  # without the one machine's number
+                assert len(kinds) == 1
 
 
 def test_a_stale_table_is_found_and_mended() -> None:
