@@ -6,10 +6,12 @@ from collections import Counter
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
-from harness.grid.folder import GridFolder, State
+from harness.grid.folder import LOG, GridFolder, State
 from harness.run.remaining import Remaining, about
+from harness.store.record import CONTROLS
 
 
 def seconds_left(grid: GridFolder, state: State, running: int) -> float | None:
@@ -53,7 +55,23 @@ def table(grid: GridFolder, state: State, running: int) -> Table:
     total["running"] = max(total["running"], running)  # an engine without a shared disk knows only how many
     made.add_row("all", *(str(total[name]) for name in names), style="bold")
     made.caption = "" if left == 0.0 else "time left: unknown" if left is None else f"{about(left)} left"
+    for name, line in sorted(said(grid, state).items()):
+        made.caption += f"\n{escape(name)}: {escape(line)}"
     return made
+
+
+MOST_SAID = 4
+"""Units of which the table tells what they are at."""
+
+
+def said(grid: GridFolder, state: State) -> dict[str, str]:
+    """Return by name the last line that each unit under way has said: it may make environments for half an hour."""
+    found: dict[str, str] = {}
+    for name in [name for name in state.running if name not in state.done][:MOST_SAID]:
+        for log in sorted(grid.attempts.glob(f"{name}.*/{LOG}"), key=lambda path: path.stat().st_mtime):
+            lines = CONTROLS.sub("", log.read_text(errors="replace")[-2000:]).split("\n")
+            found[name] = next((line for line in reversed(lines) if line.strip()), "begins")[:100]
+    return found
 
 
 class Told:
