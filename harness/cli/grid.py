@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -196,10 +197,16 @@ def merge(
     target = target or folder / "merged.jsonl.gz"
     count, faults = grid.merge(target)
     twins = sorted(path.name for path in grid.twins.glob("*"))
+    done = [unit.name for unit in grid.plan.units if unit.name not in faults]
+    places = {name: end.place for name in done if (end := grid.end_of(grid.plan.find(name))) is not None}
     if as_json:
-        print(json.dumps({"records": count, "target": str(target), "missing": faults, "twins": twins}))
+        said = {"records": count, "target": str(target), "missing": faults, "twins": twins, "places": places}
+        print(json.dumps(said))
     else:
         print(f"{count} records of {len(grid.plan.units) - len(faults)} units in {target}")
+        nodes = Counter((place.get("node", "unknown"), place.get("engine") or "local") for place in places.values())
+        for (node, engine), units in sorted(nodes.items()):
+            print(f"  {units} measured on {node} ({engine})")
         for name, fault in faults.items():
             print(f"Not in it: {name}: {fault}")
         if twins:

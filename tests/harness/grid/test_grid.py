@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,13 @@ def test_a_merged_grid_is_one_sequential_run_in_everything_but_times(finished: G
         pages.append(sorted(set(FIGURE.sub("#", (out / "report_synthetic.md").read_text()).splitlines())))
         tables.append([(out / f"{name}.csv").read_text() for name in ("coverage", "privacy_synthetic", "versions")])
     assert pages[0] == pages[1] and tables[0] == tables[1]
+
+
+def test_merging_says_where_each_unit_was_measured(copy: Grid) -> None:
+    node = socket.gethostname()
+    assert f"\n  {len(SIZES)} measured on {node} (local)\n" in copy.ask("merge").stdout
+    places = json.loads(copy.ask("merge", "--json").stdout)["places"]
+    assert {place["node"] for place in places.values()} == {node} and len(places) == len(SIZES)
 
 
 def test_the_same_plan_goes_on_and_another_one_is_refused(copy: Grid) -> None:
