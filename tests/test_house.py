@@ -55,14 +55,14 @@ class Size:
 # anew, and thirty-two ways to tamper. Then dpcore by 27, of which Opacus' names 5, and tests by 75 for charges that
 # were forgotten, the rate of a loader's own sampler, and what a page did not know of runs whose optimizers are gone.
 # Then for what a review of all this and a newcomer's trial mended. Harness by 255 and tests by 145 for Croissant
-# metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs. Then harness by 153 and
-# tests by 101 for parts of records that are parsed once, digests of updates in packs, and minutes of a grid.
+# metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs. Then harness by 178 and
+# tests by 115 for parts of records that are parsed once, digests of updates in packs, and minutes of a grid.
 LIMITS = {
-    "harness": Size(lines=38_908, long_classes=0, long_files=5),
+    "harness": Size(lines=38_933, long_classes=0, long_files=5),
     "dpcore": Size(lines=30_595, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=55_124, long_classes=0, long_files=16),
+    "tests": Size(lines=55_138, long_classes=0, long_files=16),
 }
 
 
