@@ -58,13 +58,14 @@ class Size:
 # metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs. Harness by 41 for a figure
 # of two halves, and a sentence that names the loop of README beside Engine; tests by 29 for tutorials as pages.
 # Dpcore by 20 and tests by 21 for units of units, joined units and no tables, which ended in errors of torch's.
-# Then harness by 128 and tests by 66 for parts of records that are parsed once, and digests of updates in packs.
+# Then harness by 196 and tests by 120 for parts of records that are parsed once, digests of updates in packs, and minutes
+# of a grid.
 LIMITS = {
-    "harness": Size(lines=38_924, long_classes=0, long_files=5),
+    "harness": Size(lines=38_992, long_classes=0, long_files=5),
     "dpcore": Size(lines=30_615, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=55_142, long_classes=0, long_files=16),
+    "tests": Size(lines=55_196, long_classes=0, long_files=16),
 }
 
 

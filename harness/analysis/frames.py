@@ -329,7 +329,9 @@ def _row(names: tuple[str, ...]) -> Any:
 def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Process]]:
     """Return rows by key as plain dictionaries: thousands of small frames would take a minute."""
     groups: dict[tuple[Any, ...], list[Process]] = {}
-    for row in frame.to_dict("records"):
+    names = [str(name) for name in frame]
+    for values in zip(*(frame[name].tolist() for name in names), strict=True):
+        row = dict(zip(names, values, strict=True))
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
     return groups
 

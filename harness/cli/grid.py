@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Measure a plan on many machines, by Slurm, Ray or one by one.")
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the grid; for Slurm on a disk that all nodes see.")]
-OF_THE_GRID = {"minutes": "--minutes", "out": "--out", "fresh": "--fresh", "as_json": "--json", "any_image": ""}
+OF_THE_GRID = {"out": "--out", "fresh": "--fresh", "as_json": "--json", "any_image": ""}
 """Options of ``run e2e`` that no unit has: each measures its whole plan, into a folder that the grid names."""
 LAUNCHERS = ("local", "slurm", "ray")
 
@@ -32,7 +34,7 @@ LAUNCHERS = ("local", "slurm", "ray")
 @app.command(
     short_help="Cut a plan into units.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog="All options of `dpbench run e2e` say what is measured, but --out, --minutes, --fresh and --json.",
+    epilog="All options of `dpbench run e2e` say what is measured, but --out, --fresh and --json.",
 )
 def plan(
     context: typer.Context,
@@ -40,15 +42,28 @@ def plan(
     command: Annotated[
         str, typer.Option(help="What starts dpbench on a node; default its Python.", metavar="COMMAND")
     ] = "",
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Measure all units about so long together, an equal share each, as `run e2e --minutes`.", metavar="M"
+        ),
+    ] = None,
 ) -> None:
     """Write the plan of a grid: a unit for each task and batch size. Takes the options of `dpbench run e2e`."""
     from harness.grid import plan as plans
     from harness.grid.folder import GridFolder
+    from harness.run.pace import Pace
 
+    Pace(minutes)  # refuses what is no time
     made = plans.make(context.args, _read, shlex.split(command))
+    share = f"{minutes / len(made.units):.4g}" if minutes else ""
+    if share:
+        made = replace(made, words=(*made.words, "--minutes", share))
     GridFolder(folder.absolute()).begin(made)
     for unit in made.units:
         print(f"{unit.name}: {unit.processes} processes")
+    if share:
+        print(f"Each is measured for about {share} min: a round at least, then until it is known who is fastest.")
     print(f"{len(made.units)} units in {folder}. Next: dpbench grid run {folder} --launcher {'|'.join(LAUNCHERS)}")
 
 
@@ -182,10 +197,16 @@ def merge(
     target = target or folder / "merged.jsonl.gz"
     count, faults = grid.merge(target)
     twins = sorted(path.name for path in grid.twins.glob("*"))
+    done = [unit.name for unit in grid.plan.units if unit.name not in faults]
+    places = {name: end.place for name in done if (end := grid.end_of(grid.plan.find(name))) is not None}
     if as_json:
-        print(json.dumps({"records": count, "target": str(target), "missing": faults, "twins": twins}))
+        said = {"records": count, "target": str(target), "missing": faults, "twins": twins, "places": places}
+        print(json.dumps(said))
     else:
         print(f"{count} records of {len(grid.plan.units) - len(faults)} units in {target}")
+        nodes = Counter((place.get("node", "unknown"), place.get("engine") or "local") for place in places.values())
+        for (node, engine), units in sorted(nodes.items()):
+            print(f"  {units} measured on {node} ({engine})")
         for name, fault in faults.items():
             print(f"Not in it: {name}: {fault}")
         if twins:

@@ -14,6 +14,7 @@ SAME = (
     {"verify", "check", "validate"},
     {"run", "bench", "benchmark", "measure"},
     {"compare", "diff"},
+    {"merge", "pack", "collect"},
 )
 """Words for one thing. What resembles a verb by its letters, typer itself finds."""
 

@@ -22,7 +22,7 @@ from harness.store import cache, record, surroundings
 from harness.store import folder as store
 from harness.store.record import Gate, Record
 
-END, BEAT = "unit.json", "beat"
+END, BEAT, LOG = "unit.json", "beat", "log.txt"
 BEAT_SECONDS = 15.0
 SILENT_SECONDS = 6 * BEAT_SECONDS
 """An attempt without a sign of life for so long is lost; on a shared disk one may come late."""

@@ -18,6 +18,7 @@ from harness.grid.folder import (
     BEAT_SECONDS,
     COMPLETE,
     END,
+    LOG,
     End,
     GridFolder,
     digest,
@@ -26,8 +27,8 @@ from harness.grid.folder import (
     write_end,
 )
 from harness.grid.plan import PYTHON, Plan, Unit
+from harness.store import folder as store
 
-LOG = "log.txt"
 LOST_WITH_IT = ("scratch", "report")
 """Folders of a run that do not travel: weights that may be lost at any time, and a report of a part."""
 
@@ -53,14 +54,18 @@ def perform(plan: Plan, unit: Unit, attempts: Path) -> Path:
         process = subprocess.Popen(
             dying_with_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
+        other = None
         while process.poll() is None:
+            has_begun = (attempt / store.PLAN).exists()
+            if has_begun and other is None and (other := not_as_planned(attempt, unit)) is not None:
+                process.terminate()  # long before it has measured what would not count
             try:
-                process.wait(BEAT_SECONDS)
+                process.wait(BEAT_SECONDS if has_begun else 1.0)
             except subprocess.TimeoutExpired:
                 os.utime(beat)
     seconds, there = time.monotonic() - began, digest(attempt)
-    fault = None
-    if process.returncode not in COMPLETE or not there:
+    fault = other
+    if fault is None and (process.returncode not in COMPLETE or not there):
         lines = (attempt / LOG).read_text(errors="replace").strip().splitlines()
         fault = f"exit code {process.returncode}: {lines[-1] if lines else 'it said nothing'}"
     fault = fault or not_as_planned(attempt, unit)

@@ -14,9 +14,10 @@ from harness.plan import e2e
 from harness.plan import registry as contestants
 from harness.plan.e2e import Options
 from harness.run.e2e import depends_on
+from harness.store import folder as store
 
 SCHEMA = 1
-FILE = "grid.json"
+FILE = store.GRID
 PYTHON = "{python}"
 """Stands in a plan's command for the Python that is at work on the node."""
 USUAL = (PYTHON, "-P", "-m", "harness")  # -P: whatever lies in the working folder

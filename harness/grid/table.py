@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from harness.grid.folder import GridFolder, State
+from harness.grid.folder import LOG, GridFolder, State
 from harness.run.remaining import Remaining, about
+from harness.store.record import CONTROLS
 
 
 def seconds_left(grid: GridFolder, state: State, running: int) -> float | None:
@@ -39,8 +41,9 @@ def counts(grid: GridFolder, state: State) -> dict[str, Counter[str]]:
     return found
 
 
-def table(grid: GridFolder, state: State, running: int) -> Table:
-    """Return the table: a row for each task, and their sum. ``running``: units that are measured now."""
+def table(grid: GridFolder, state: State, running: int) -> Group:
+    """Return the table, a row for each task and their sum, and below it what units under way have said last.
+    ``running``: units that are measured now."""
     names = ("units", "done", "running", "failed", "lost")
     made = Table("task", *names)
     for name in names:
@@ -53,7 +56,22 @@ def table(grid: GridFolder, state: State, running: int) -> Table:
     total["running"] = max(total["running"], running)  # an engine without a shared disk knows only how many
     made.add_row("all", *(str(total[name]) for name in names), style="bold")
     made.caption = "" if left == 0.0 else "time left: unknown" if left is None else f"{about(left)} left"
-    return made
+    lines = (Text(f"{name}: {line}", no_wrap=True, overflow="ellipsis") for name, line in said(grid, state).items())
+    return Group(made, *lines)
+
+
+MOST_SAID = 4
+"""Units of which the table tells what they are at."""
+
+
+def said(grid: GridFolder, state: State) -> dict[str, str]:
+    """Return by name the last line that each unit under way has said: it may make environments for half an hour."""
+    found: dict[str, str] = {}
+    for name in [name for name in sorted(state.running) if name not in state.done][:MOST_SAID]:
+        for log in sorted(grid.attempts.glob(f"{name}.*/{LOG}"), key=lambda path: path.stat().st_mtime):
+            lines = CONTROLS.sub("", log.read_text(errors="replace")[-2000:]).split("\n")
+            found[name] = next((line for line in reversed(lines) if line.strip()), "begins")
+    return found
 
 
 class Told:

@@ -19,6 +19,8 @@ from harness.store import cache, record, surroundings
 from harness.store.record import Record
 
 PLAN = "plan.json"
+GRID = "grid.json"
+"""The plan of many runs, whose folders lie below."""
 SITE = "dpbench-dashboard.json"
 """A folder that holds it is a dashboard, which may be replaced as a whole."""
 MOST_ATTEMPTS = 3
@@ -193,6 +195,8 @@ def pack(folder: Path | Sequence[Path], target: Path) -> int:
     lines: list[tuple[str, str]] = []
     for one in [folder] if isinstance(folder, Path) else folder:
         paths = sorted((one / "records").glob("*.json"))
+        if not paths and (one / GRID).exists():
+            raise BadInput(f"{one} is a grid, which is packed by `dpbench grid merge {one}`.")
         if not paths:
             raise BadInput(f"{one} has no records to pack; name the folder of a finished run.")
         busy = f"A run is at work in {one}, so its records are not all there yet; wait for it."

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis.frames import PUBLISHED_LABEL, SECTION, Tables, rows_of
-from harness.analysis.naming import factor, number
+from harness.analysis.naming import factor, machine_slug, number
 from harness.report import model
 from harness.report.chapters import paper
 from harness.report.model import (
@@ -164,15 +164,23 @@ def side_by_side(tables: Tables) -> list[Grid]:
         if len(columns) < 2:
             continue
         cells = [{(r.contestant, r.batch_size): _ratio_cell(r, r.n) for r in rows_of(frame)} for _, frame in columns]
-        rows = tuple(
-            (who, str(size), *(cell.get((who, size), MISSING) for cell in cells))
-            for who, size in dict.fromkeys(key for cell in cells for key in cell)
-        )
-        notes = [f"{i}: {s.title}, over {model.baselines(frame)}." for i, (s, frame) in enumerate(columns, 1)]
-        header = ("contestant", "batch", *(str(i) for i in range(1, 1 + len(columns))))
+        keys = dict.fromkeys(key for cell in cells for key in cell)
+        # What only one section has is to be compared with nothing, and comes last.
+        in_order = sorted(keys, key=lambda key: sum(key in cell for cell in cells) < 2)
+        rows = tuple((who, str(size), *(cell.get((who, size), MISSING) for cell in cells)) for who, size in in_order)
+        names = _short([section for section, _ in columns])
+        notes = [f"{name}: {s.title}, over {model.baselines(f)}." for name, (s, f) in zip(names, columns, strict=True)]
+        header = ("contestant", "batch", *names)
         title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP, side by side"
         grids.append(Grid(title, header, rows, (*notes, "Nothing is pooled.", *doubt_notes(group))))
     return grids
+
+
+def _short(sections: Sequence[Section]) -> list[str]:
+    """Return a name of each section for the head of a column: its processor and machine; a number where that is no
+    difference."""
+    names = [f"{s.machine.partition(',')[0]} {machine_slug(s.machine).partition(' ')[0]}" for s in sections]
+    return names if len({*names}) == len(names) else [str(number) for number in range(1, 1 + len(names))]
 
 
 def overheads(tables: Tables, section: Section) -> list[Grid]:

@@ -64,6 +64,10 @@ class _Picture:
     height: int
 
 
+ACROSS, BESIDE = "Of all measurements", "Beside these measurements"
+"""Headings of chapters that belong to no one section."""
+
+
 @dataclass(frozen=True)
 class _Chapter:
     title: str
@@ -148,18 +152,22 @@ def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
     Where nothing was timed end to end, the first chapter with a figure is open: it is the result.
     """
     cells = report.tables.cells if report.tables else pd.DataFrame()
-    found: dict[Section | None, list[_Chapter]] = {}
-    when: dict[Section | None, str] = {}
+    found: dict[Section | str, list[_Chapter]] = {}
+    when: dict[Section | str, str] = {}
     anchors: Counter[str] = Counter()
+    in_sections = any(chapter.section for chapter in report.chapters)
     for chapter in report.chapters:
         pictures = [] if chapter.interactive else [p for p in chapter.pictures if p.stem in drawn]
         if not chapter.grids and not pictures:
             continue
-        section = chapter.section
+        # What compares sections, and what was left out of them, stands before the first of them.
+        is_first = in_sections and not any(isinstance(one, Section) for one in found)
+        section = chapter.section or (ACROSS if is_first else BESIDE)
         when.setdefault(section, chapter.when)
-        timed = section is not None and len(cells) > 0 and bool((section.of(cells).state == "ok").any())
+        timed = isinstance(section, Section) and len(cells) > 0 and bool((section.of(cells).state == "ok").any())
         others = found.setdefault(section, [])
         is_open = bool(pictures) and not timed and not any(other.open for other in others)
+        is_open = is_open or section == ACROSS
         anchor = naming.slug(chapter.title)
         anchors[anchor] += 1
         if anchors[anchor] > 1:
@@ -168,11 +176,11 @@ def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
         others.append(_Chapter(chapter.title, anchor, [*model.with_common_notes(chapter.grids)], shown, is_open))
     return [
         {
-            "title": section.title if section else "Beside these measurements",
+            "title": section.title if isinstance(section, Section) else section,
             "note": f"Measured {when[section]}." if when[section] else "",
             "chapters": inside,
         }
-        for section, inside in sorted(found.items(), key=lambda item: item[0] is None)
+        for section, inside in sorted(found.items(), key=lambda item: item[0] == BESIDE)
     ]
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,13 @@ def test_a_merged_grid_is_one_sequential_run_in_everything_but_times(finished: G
         pages.append(sorted(set(FIGURE.sub("#", (out / "report_synthetic.md").read_text()).splitlines())))
         tables.append([(out / f"{name}.csv").read_text() for name in ("coverage", "privacy_synthetic", "versions")])
     assert pages[0] == pages[1] and tables[0] == tables[1]
+
+
+def test_merging_says_where_each_unit_was_measured(copy: Grid) -> None:
+    node = socket.gethostname()
+    assert f"\n  {len(SIZES)} measured on {node} (local)\n" in copy.ask("merge").stdout
+    places = json.loads(copy.ask("merge", "--json").stdout)["places"]
+    assert {place["node"] for place in places.values()} == {node} and len(places) == len(SIZES)
 
 
 def test_the_same_plan_goes_on_and_another_one_is_refused(copy: Grid) -> None:
@@ -165,6 +173,43 @@ def test_thirty_units_one_by_one(cache: Path, tmp_path: Path) -> None:
     survive(Grid(tmp_path / "grid", cache), 30, "local")
 
 
+def test_a_grid_of_so_many_minutes_gives_each_unit_its_share(cache: Path, tmp_path: Path) -> None:
+    grid = Grid(tmp_path / "grid", cache)
+    chosen = [
+        "--frameworks",
+        "phantom-noop,phantom-sleeper",
+        "--batch-sizes",
+        "300,301",
+        "--no-memory",
+        "--rounds",
+        "1",
+    ]
+    done = grid.ask("plan", "--command", f"{{python}} {DRIVE}", *MEASURED, *chosen, "--minutes", "0.2")
+    assert done.returncode == 0 and "for about 0.1 min" in done.stdout, done.stderr
+    assert grid.ask("run").returncode == 0 and len(grid.units()) == 2
+    for unit in grid.units():
+        (found,) = json.loads((unit / "sessions.json").read_text()).values()
+        assert found["sessions"] >= 1 and found["why"]
+
+
+def test_other_code_is_named_before_it_was_measured(cache: Path, tmp_path: Path) -> None:
+    grid = Grid(tmp_path / "grid", cache)
+    grid.plan((300,), "sleeper", "--no-memory", "--rounds", "50")
+    path = grid.path / "grid.json"
+    text, (name,) = path.read_text(), [unit["name"] for unit in json.loads(path.read_text())["units"]]
+    path.write_text(text.replace(name, f"{name[:-4]}0000"))
+    done = grid.ask("unit", "0")
+    assert done.returncode == 3 and "are not those of the plan" in done.stdout
+    (attempt,) = grid.attempts()
+    assert len(list((attempt / "records").glob("*.time.*"))) < 50
+
+
+def test_packing_a_grid_names_the_verb_that_does(finished: Grid, tmp_path: Path) -> None:
+    words = [sys.executable, "-P", "-m", "harness", "pack", str(finished.path), str(tmp_path / "there.jsonl.gz")]
+    done = subprocess.run(words, env=finished.environment, capture_output=True, text=True)
+    assert done.returncode == 2 and f"dpbench grid merge {finished.path}" in done.stderr
+
+
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_a_grid_that_was_stopped_goes_on(cache: Path, tmp_path: Path, how: signal.Signals, code: int) -> None:
     grid = Grid(tmp_path / "grid", cache)
@@ -194,7 +239,8 @@ def test_a_unit_that_cannot_be_measured_is_tried_three_times_and_named(cache: Pa
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("plan", "--minutes", "3"), "--minutes is no option of a grid"),
+        (("plan", "--minutes", "0"), "--minutes is 0"),
+        (("pack",), "Did you mean 'merge'?"),
         (("plan", "--out", "there"), "--out is no option of a grid"),
         (("plan", "--preset", "smokey"), "did you mean smoke?"),
         (("plan", "--rounds", "0"), "--rounds is 0"),
