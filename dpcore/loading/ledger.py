@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from dpcore.errors import PrivacyError, trainer_hint
 
-Source = float | None
-"""A Poisson loader's sample rate; None for loaders without Poisson sampling."""
+Source = float | tuple[str, int] | None
+"""A Poisson loader's sample rate; of a loader that deals epochs how, and into how many; None for all others."""
 
 LOOKED_AT = 1024
 """Only so many of the newest unused batches may still be used, which bounds the search."""
