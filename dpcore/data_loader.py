@@ -351,6 +351,9 @@ class DPDataLoader(CountingDataLoader):
         known = begun is self._open and self._rounds == 1 and getattr(self, "in_order", True)
         return begun[0] + begun[1] - 1 if known else None
 
+    def _epoch_of(self, draw: int | None) -> str | None:
+        return self.sampler_state.epoch_of(draw)
+
     @property
     def source(self) -> Source:
         return self.sampler_state.source

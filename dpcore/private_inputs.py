@@ -159,13 +159,13 @@ def steps_that_fit(
             f"Batches are longer than max_batch_size with the chance {failing / 2:.3g} in all steps together, which at "
             f"epsilon {epsilon:g} takes all of delta {delta:g}; give a larger max_batch_size."
         )
-    sampling = sampling_of(settings)
+    sampling = sampling_of(settings) if sampling_of(settings) in EPOCHS else "poisson"
     noise = get_noise_multiplier(
         target_epsilon=target,
         target_delta=left,
         sample_rate=rate,
         epochs=epochs,
         accountant=mechanism,
-        sampling=sampling if sampling in EPOCHS else "poisson",
+        sampling=sampling,
     )
-    return (noise, *counted_as(sampling, rate, steps)), failing
+    return (noise, *counted_as(sampling, rate, steps=steps)), failing

@@ -16,7 +16,7 @@ from dpcore.budget import Budget
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import PrivacyError, warn_caller
 from dpcore.loading.epoch_sampler import EpochSampler
-from dpcore.loading.ledger import Unused, name_of
+from dpcore.loading.ledger import Unused
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.claims import private_optimizers
 from dpcore.secret_seeds import derived_seed
@@ -163,7 +163,8 @@ class Spending:
         if isinstance(loader, DPDataLoader) and isinstance(sampler := loader.sampler_state, EpochSampler):
             is_waiting = loader.handed_out > optimizer.run.batches_seen
             begins = not is_waiting and not sampler.drawn % sampler.steps
-            own = self._uncounted(sampler.epochs_of([sampler.drawn - 1]), optimizer.noise_multiplier)
+            name = sampler.epoch_of(sampler.drawn - 1)
+            own = self._uncounted(sampler.begun if name is None else [name], optimizer.noise_multiplier)
             rate = sampler.rate_of_epoch if begins or own else 0.0
         return self._epsilon_beyond(optimizer.noise_multiplier, rate, 1, failure) is None
 
@@ -210,16 +211,18 @@ class Spending:
     def _entries(self, optimizer: DPOptimizer, rate: float) -> tuple[History, list[str] | None]:
         """Return what the step at hand adds to a history, and the epochs that it brings; None where none are dealt.
 
-        Where it is not known which batches it has used, all epochs count that its loader has begun.
+        Where it is not known which batches it has used, all epochs count of which it may have used one.
         """
         k, loader = optimizer.accumulated_iterations, optimizer.run.loader
         noise = optimizer.noise_multiplier / k**0.5
         sampler = loader.sampler_state if isinstance(loader, DPDataLoader) else None
         if not isinstance(sampler, EpochSampler):
             return [(noise, rate, k)], None
-        used = [] if optimizer.run.ledger is None else optimizer.run.ledger.used
-        mine = len(used) == k and all(batch.loader == name_of(loader) for batch in used)
-        begun = self._uncounted(sampler.epochs_of([batch.draw for batch in used] if mine else None), noise)
+        used = () if optimizer.run.ledger is None else optimizer.run.ledger.used
+        names = [batch.epoch for batch in used if batch.epoch is not None]
+        if len(names) < k or len(names) < len(used):
+            names = [*sampler.begun, *self.unused.epochs[sampler.source]]
+        begun = self._uncounted(names, noise)
         entries: History = [(noise, sampler.rate_of_epoch, len(begun))] if begun else []
         if k > len(begun):
             entries.append((noise, 0.0, k - len(begun)))
@@ -227,7 +230,7 @@ class Spending:
 
     def _uncounted(self, epochs: Sequence[str], noise: float) -> list[str]:
         """Return those of the epochs of which no step was counted, or none with as little noise."""
-        return [name for name in epochs if self._epochs.get(name, math.inf) > noise]
+        return [name for name in dict.fromkeys(epochs) if self._epochs.get(name, math.inf) > noise]
 
     def epoch_at(self, loader: Any, draw: int) -> dict[str, str]:
         """Return what a file tells of the epoch of a draw, so that a run which goes on within it does not count it."""

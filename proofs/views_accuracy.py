@@ -3,8 +3,7 @@
 FOLDER holds CIFAR-10 as the harness keeps it (``harness data path cifar10``). A small network with group norms is
 trained from nothing on 10,000 pictures at epsilon 8, for every K at the better of two rates, which are compared on
 pictures of their own that are in neither set. Equal seeds have the same pictures and the same first weights. The table
-goes between
-the marks in docs/privacy-unit.md.
+goes between the marks in docs/privacy-unit.md.
 """
 
 from __future__ import annotations

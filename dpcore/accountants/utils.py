@@ -51,7 +51,7 @@ def get_noise_multiplier(
     check_number("target_epsilon", target_epsilon, lambda e: 0.0 < e < math.inf, rule)
     check_number("target_delta", target_delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
     check_number("sigma_tolerance", sigma_tolerance, lambda t: t > 0.0, "it must be above 0, for instance 1e-6")
-    rate, number = counted_as(sampling, sample_rate, count_steps(sample_rate, epochs, steps))
+    rate, number = counted_as(sampling, sample_rate, epochs, steps)
 
     def epsilon(sigma: float) -> float:
         judge = create_accountant(accountant)
@@ -83,18 +83,22 @@ def count_steps(sample_rate: float, epochs: float | None = None, steps: int | No
     return steps
 
 
-def counted_as(sampling: str, sample_rate: float, steps: int) -> tuple[Rate, int]:
-    """Return the rate and the number under which an accountant counts so many steps.
+def counted_as(
+    sampling: str, sample_rate: float, epochs: float | None = None, steps: int | None = None
+) -> tuple[Rate, int]:
+    """Return the rate and the number under which an accountant counts so many rounds, or steps.
 
     Raises:
-        ValueError: there is no such sampler.
+        ValueError: there is no such sampler; or as :func:`count_steps`.
     """
-    if sampling == "poisson" or sampling == "truncated" or sampling == "ordinary":
-        return sample_rate, steps
-    if sampling not in (BINS, "shuffle"):
+    if sampling not in ("poisson", BINS, "shuffle"):
         raise ValueError(f"sampling is {sampling!r}; it must be 'poisson', 'bins' or 'shuffle'.")
+    of_poisson = count_steps(sample_rate, epochs, steps)
+    if sampling == "poisson":
+        return sample_rate, of_poisson
     bins = max(1, round(1 / sample_rate))
-    return (BINS, bins) if sampling == BINS and bins > 1 else 1.0, -(-steps // bins)
+    begun = -(-of_poisson // bins) if epochs is None else math.ceil(epochs * (1 - 1e-12))
+    return (BINS, bins) if sampling == BINS and bins > 1 else 1.0, begun
 
 
 def customary_delta(examples: int) -> float:

@@ -84,6 +84,10 @@ class CountingDataLoader(DataLoader[Any]):
         self.handed_out += 1
         return None
 
+    def _epoch_of(self, draw: int | None) -> str | None:
+        """Return the name of the dealt epoch of a draw; None where there is none, or it is not known."""
+        return None
+
     def __iter__(self) -> Any:
         collate, sampler, begun = self.collate_fn, self.batch_sampler, self._begin()
         make = super().__iter__
@@ -108,7 +112,7 @@ class CountingDataLoader(DataLoader[Any]):
                 _check_data_set(drawn.sizes.popleft() * each, rows)
             draw = self._take(begun)
             rows = batch_length(batch) if rows is None else rows
-            hand_out(self, self.handed_out, self.source, draw, units_in(rows, each))
+            hand_out(self, self.handed_out, self.source, draw, units_in(rows, each), self._epoch_of(draw))
             yield batch
 
 

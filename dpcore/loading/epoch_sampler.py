@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -135,10 +135,14 @@ class EpochSampler(UniformWithReplacementSampler):
             batch = self._stream(epoch, 1 + place).permutation(batch)[:kept]
         return batch.tolist()
 
-    def epochs_of(self, draws: Sequence[int | None] | None) -> list[str]:
-        """Return the names of the epochs of these draws; of all epochs that were begun where one is not known."""
-        names = [None if k is None else self._names.get(k) for k in draws or [None]]
-        return list(self._begun) if None in names else list(dict.fromkeys(filter(None, names)))
+    def epoch_of(self, draw: int | None) -> str | None:
+        """Return the name of the epoch of a draw; None where it is not known."""
+        return None if draw is None else self._names.get(draw)
+
+    @property
+    def begun(self) -> list[str]:
+        """The names of all epochs of which a batch was drawn here."""
+        return list(self._begun)
 
     def name_at(self, k: int) -> str:
         """Return the name of the epoch of draw ``k``, by all that decides its deal; in secure mode a new one."""

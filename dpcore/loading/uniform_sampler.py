@@ -114,6 +114,10 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         """Under what the ledger knows the batches."""
         return self.sample_rate
 
+    def epoch_of(self, draw: int | None) -> str | None:
+        """Return the name of the dealt epoch of a draw; None where there is none, or it is not known."""
+        return None
+
     def begin(self) -> None:
         """Make ready for an iteration."""
 

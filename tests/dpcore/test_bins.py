@@ -15,6 +15,7 @@ import dpcore
 from dpcore import BudgetError, DPDataLoader, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.accountants import GaussianAccountant, PRVAccountant, RDPAccountant, get_noise_multiplier
 from dpcore.accountants.allocation import law_of
+from dpcore.audit import audit_step
 
 
 def epsilon(sigma, bins, epochs, delta):
@@ -237,6 +238,20 @@ def test_batches_that_are_accumulated_or_whose_epochs_are_unknown_count_with_all
     assert engine.get_epsilon(1e-3) == epsilon(1.0, 11, 1, 1e-3)
 
 
+def test_batches_of_another_loader_bring_its_epochs():
+    engine, model, optimizer, made = private("bins", max_physical_batch_size=4)
+    train(model, optimizer, made)
+    assert engine.get_epsilon(1e-3) == epsilon(1.0, 11, 1, 1e-3)
+    engine, model, optimizer, made = private("bins")
+    other = DPDataLoader(made.dataset, sample_rate=1 / 11, sampling="bins", seed=5)
+    train(model, optimizer, made, 2)
+    train(model, optimizer, other, 2)
+    assert engine.get_epsilon(1e-3) == epsilon(1.0, 11, 2, 1e-3)
+    poisson = DPDataLoader(made.dataset, sample_rate=1 / 11, seed=5)
+    with pytest.raises(PrivacyError, match="came from elsewhere"):
+        train(model, optimizer, poisson, 1)
+
+
 def test_less_noise_within_an_epoch_counts_it_again():
     engine, model, optimizer, made = private("bins")
     for k, (x, y) in enumerate(made):
@@ -319,3 +334,25 @@ def test_views_are_dealt_by_their_examples():
     rows = torch.cat([x for x, _ in made])
     assert rows.shape == (120, 5)
     assert len(rows.unique(dim=0)) == 40
+
+
+def drawn_scores(others, canary):
+    """Scores of epochs of 100 batches of which all but one release ``others`` and noise, and the first one more."""
+
+    def sample(included, count):
+        y = 0.7 * np.random.default_rng(3 + included).standard_normal((count, 100)) + others
+        y[:, 0] += canary[included]
+        return y.max(1) if others else np.exp(y / 0.49).mean(1)
+
+    return sample
+
+
+def test_an_audit_finds_shuffled_batches_that_are_counted_as_poisson_samples_and_nothing_else():
+    """Batches of one example, all but the canary at -1: a release near 1 can only be that of the canary's batch."""
+    poisson = PRVAccountant()
+    poisson.step(noise_multiplier=0.7, sample_rate=0.01, steps=100)
+    shuffled, binned = drawn_scores(-1.0, (1.0, 2.0)), drawn_scores(0.0, (0.0, 1.0))
+    judged = {"delta": 1e-3, "trials": 20_000, "confidence": 0.99}
+    assert audit_step(shuffled, epsilon=poisson.get_epsilon(1e-3), **judged).violated
+    assert not audit_step(shuffled, epsilon=epsilon(0.7, 1, 1, 1e-3), **judged).violated
+    assert not audit_step(binned, epsilon=epsilon(0.7, 100, 1, 1e-3), **judged).violated
