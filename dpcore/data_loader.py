@@ -131,9 +131,7 @@ def _sampler(
 
 
 class DPDataLoader(CountingDataLoader):
-    """A loader of Poisson samples of a data set; one round has ceil(1 / sample_rate) batches.
-
-    Or of epochs, in which every example takes part once: see ``sampling``.
+    """A loader of Poisson samples of a data set, ceil(1 / sample_rate) a round, or as ``sampling`` says.
 
     Batches may be empty; they then have the structure of the others and length 0.
 
@@ -151,9 +149,8 @@ class DPDataLoader(CountingDataLoader):
             random. The accountant must know of it, as it does from make_private: see docs/privacy.md.
         sampling: "poisson", or "truncated" where ``max_batch_size`` is needed. "bins": every round puts each example
             into one of round(1 / sample_rate) batches, uniformly and independently. "shuffle": every round cuts the
-            examples, in random order, into batches of sample_rate times their number. Epsilon is another one for each,
-            and steps by hand (an :class:`dpcore.Engine`) are counted by ``accountant.count_epochs``, or at rate 1 once
-            a shuffled round.
+            examples, in random order, into batches of sample_rate times their number. Epsilon is another one for each:
+            count rounds by hand by ``accountant.count_epochs``, shuffled ones as one step at the rate 1 each.
         drop_last: Whether a shuffled batch that is shorter than the others is left out.
         **options: Further arguments of ``torch.utils.data.DataLoader``.
 
@@ -235,8 +232,7 @@ class DPDataLoader(CountingDataLoader):
                 ``seed`` nor ``secure`` says otherwise.
             rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one.
             max_batch_size: The most examples of a batch; a loader whose batches are drawn already keeps its own.
-            sampling: How batches are drawn, as of the class; None: as ``loader`` does, if that is a DPDataLoader, and
-                else Poisson samples. Shuffled batches have the length of the loader's, and its ``drop_last``.
+            sampling: As of the class; None: as a DPDataLoader does. Shuffled batches are as long as the loader's.
 
         Raises:
             UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
@@ -251,8 +247,8 @@ class DPDataLoader(CountingDataLoader):
                 f"max_batch_size={own}; give it to one of them only, the loader."
             )
         _check_kind(loader, sampling, max_batch_size)
-        poisson = sampling not in EPOCHS
-        if poisson and not isinstance(loader, DPDataLoader) and type(drawn) is UniformWithReplacementSampler:
+        own_batches = type(drawn) is UniformWithReplacementSampler and not isinstance(loader, DPDataLoader)
+        if own_batches and sampling not in EPOCHS:
             return cls._drawn_by(loader, drawn, sample_rate, distributed, secure)
         if isinstance(loader, DPDataLoader):
             if loader.distributed != distributed:
@@ -277,8 +273,7 @@ class DPDataLoader(CountingDataLoader):
         check_whole(loader, distributed)
         if sample_rate is None:
             # Shuffled batches have the loader's length, Poisson batches and bins make as many batches as it has.
-            batches = max(_batches(loader), 1)
-            sample_rate = 1 / batches
+            sample_rate = 1 / max(_batches(loader), 1)
             if sampling == SHUFFLE:
                 length: int = getattr(drawn, "batch_size", 1)
                 sample_rate = min(1.0, length / len(loader.dataset))  # type: ignore[arg-type]
@@ -350,9 +345,6 @@ class DPDataLoader(CountingDataLoader):
         # Workers draw ahead, and rounds that are open at once draw in turn.
         known = begun is self._open and self._rounds == 1 and getattr(self, "in_order", True)
         return begun[0] + begun[1] - 1 if known else None
-
-    def _epoch_of(self, draw: int | None) -> str | None:
-        return self.sampler_state.epoch_of(draw)
 
     @property
     def source(self) -> Source:

@@ -35,7 +35,6 @@ _SUBSAMPLED = ("prv", "rdp", "gdp")
 """Accountants whose history is one of Poisson-subsampled Gaussian steps, whatever they make of it."""
 DRAWN = {
     "poisson": "Poisson samples, drawn by dpcore",
-    "truncated": "Poisson samples that are cut, drawn by dpcore",
     "bins": "balls in bins: in each epoch every unit is in one batch, uniformly and independently; a begun one counts",
     "shuffle": "shuffled epochs, counted without amplification: an upper bound for units that are replaced by nothing "
     "(zeros), of a number that is known",

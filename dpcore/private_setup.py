@@ -463,10 +463,10 @@ class Setup:
         run.setting["unit"] = unit_of(settings["data_loader"].dataset, self.group)
         run.setting["the users' rows"] = users_digest(settings["data_loader"].dataset)
         run.setting["sample_rate"] = fixed_rate if settings["poisson_sampling"] else None
-        run.setting["sampling"] = sampling_of(settings) if poisson is None else poisson.kind
-        spending.check_takes(run.setting["sampling"])
+        run.setting["sampling"] = "poisson"  # of others, as of those that are cut, other settings tell
         if poisson is not None and isinstance(sampler := poisson.sampler_state, EpochSampler):
-            run.setting["sample_rate"] = sampler.source
+            run.setting |= {"sampling": sampler.kind, "sample_rate": sampler.source}
+            spending.check_takes(sampler.kind)
 
         def rate() -> float:
             """The rate in force: a schedule may have changed the loader's."""
