@@ -247,8 +247,8 @@ class DPDataLoader(CountingDataLoader):
                 f"max_batch_size={own}; give it to one of them only, the loader."
             )
         _check_kind(loader, sampling, max_batch_size)
-        own_batches = type(drawn) is UniformWithReplacementSampler and not isinstance(loader, DPDataLoader)
-        if own_batches and sampling not in EPOCHS:
+        is_drawn = sampling not in EPOCHS and not isinstance(loader, DPDataLoader)
+        if is_drawn and type(drawn) is UniformWithReplacementSampler:
             return cls._drawn_by(loader, drawn, sample_rate, distributed, secure)
         if isinstance(loader, DPDataLoader):
             if loader.distributed != distributed:
