@@ -5,7 +5,7 @@
     python -m dpcore plan --n 60000 --epsilon 3 --batches 256 1024 4096 --epochs 5 15 45 --plot plan.svg
     python -m dpcore report checkpoint.pt --out privacy.html
 
-For Poisson batches and neighbours that differ by one example added or removed.
+For Poisson batches and neighbours that differ by one example added or removed, or as ``--sampling`` says.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.accountants.accountant import count
-from dpcore.accountants.utils import count_steps, customary_delta
+from dpcore.accountants.utils import count_steps, counted_as, customary_delta
 from dpcore.arguments import check_number
 from dpcore.plan import choices, plan_figure
 from dpcore.privacy_report import report_of_checkpoint
+
+SAMPLING: dict[str, Any] = {
+    "default": "poisson",
+    "choices": ("poisson", "bins", "shuffle"),
+    "help": "how batches are drawn: poisson (the default), bins or shuffle",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         length.add_argument("--steps", type=int, help="steps, in place of epochs")
         command.add_argument("--delta", type=float, help="default: the largest power of ten below 1 / n")
         command.add_argument("--accountant", default="prv", help="prv (tight, the default), rdp or gdp")
+        command.add_argument("--sampling", **SAMPLING)
     what = "the noise for a budget, over sizes of batches and lengths of training"
     plan = commands.add_parser("plan", help=what, description=what)
     plan.add_argument("--n", type=int, required=True, help="number of examples")
@@ -48,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--delta", type=float, help="default: the largest power of ten below 1 / n")
     plan.add_argument("--batches", type=float, nargs="+", help="default: 256 and fourfold, up to n")
     plan.add_argument("--epochs", type=float, nargs="+", default=[5, 15, 45], help="default: 5 15 45")
+    plan.add_argument("--sampling", **SAMPLING)
     plan.add_argument("--plot", type=Path, help="a file for the figure, .svg")
     what = "one page about the privacy of a run: what is promised, what attacks can reach, what is not covered"
     report = commands.add_parser("report", help=what, description=what)
@@ -76,19 +85,23 @@ def answer(options: argparse.Namespace) -> str:
             target_epsilon=options.epsilon,
             target_delta=delta,
             sample_rate=rate,
-            steps=steps,
+            epochs=options.epochs,
+            steps=options.steps,
             accountant=options.accountant,
+            sampling=options.sampling,
         )
         sigma = math.ceil(sigma * 1e6) / 1e6  # never below what the budget needs
     else:
         sigma = check_number("--sigma", options.sigma, lambda s: s >= 0.0, "it must be at least 0")
-    count(accountant, sigma, rate, steps)
+    count(accountant, sigma, *counted_as(options.sampling, rate, options.epochs, options.steps))
     epsilon = accountant.get_epsilon(delta)
     shown = math.ceil(epsilon * 1e4) / 1e4 if math.isfinite(epsilon) else epsilon  # rounded up: it is a bound
     found = f"epsilon {shown:.4f} at delta {delta:g}"
     if delta > 1 / options.n:
         found += f" (above 1 / n = {1 / options.n:.3g}: such a promise allows to publish one example whole)"
-    run = f"n {options.n}, batch {options.batch:g} (rate {rate:.6g}), {steps} steps, accountant {options.accountant}"
+    drawn = "" if options.sampling == "poisson" else f", sampling {options.sampling}"
+    run = f"n {options.n}, batch {options.batch:g} (rate {rate:.6g}), {steps} steps{drawn}"
+    run += f", accountant {options.accountant}"
     return f"sigma {sigma:.6f}: {found}\n{run}" if options.command == "sigma" else f"{found}\n{run}, sigma {sigma:g}"
 
 
@@ -114,7 +127,7 @@ def print_plan(options: argparse.Namespace) -> None:
     print(f"noise multiplier for epsilon {options.epsilon:g} at delta {delta:g}, {n} examples")
     print(f"{'batch':>10} {'epochs':>8} {'steps':>9} {'sigma':>9}  noise of an update / max_grad_norm")
     found = []
-    for choice in choices(n, options.epsilon, delta, batches, options.epochs):
+    for choice in choices(n, options.epsilon, delta, batches, options.epochs, options.sampling):
         found.append(choice)
         shown = f"{math.ceil(choice.sigma * 1e4) / 1e4:9.4f}  {choice.noise:.3g}"
         print(f"{choice.batch:10g} {choice.epochs:8g} {choice.steps:9} {shown}", flush=True)

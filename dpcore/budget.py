@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dpcore.accountants import IAccountant
-from dpcore.accountants.accountant import History, count
+from dpcore.accountants.accountant import History, Rate, count, released_of
 from dpcore.accountants.utils import rounded_up
 from dpcore.arguments import check_number
 from dpcore.errors import PrivacyError
@@ -34,7 +34,7 @@ class Budget:
 
     @classmethod
     def checked(
-        cls, epsilon: float, delta: float | None, fits: Sequence[tuple[float, float, int]], failing: float = 0.0
+        cls, epsilon: float, delta: float | None, fits: Sequence[tuple[float, Rate, int]], failing: float = 0.0
     ) -> Budget:
         """Return the budget; ValueError unless epsilon > 0 and 0 < delta < 1."""
         need = f"the budget is epsilon {epsilon} at delta {delta}; need epsilon > 0 and 0 < delta < 1"
@@ -44,7 +44,7 @@ class Budget:
         return cls(epsilon, delta, list(fits), failing=failing)
 
     def after(
-        self, accountant: IAccountant, noise: float, rate: float, steps: int, failure: float = 0.0
+        self, accountant: IAccountant, noise: float, rate: Rate, steps: int, failure: float = 0.0
     ) -> tuple[float | None, Budget]:
         """Say whether more steps fit behind those of ``accountant``.
 
@@ -89,9 +89,9 @@ class Budget:
         Each of its steps has a place there, of as little noise and as many examples.
         """
         left = [steps for _, _, steps in self.fits]
-        for noise, rate, wanted in history:
+        for noise, rate, wanted in released_of(history):
             for i, (least, most, _) in enumerate(self.fits):
-                if noise >= least and rate <= most:
+                if noise >= least and _is_no_more(rate, most):
                     taken = min(wanted, left[i])
                     left[i], wanted = left[i] - taken, wanted - taken
             if wanted:
@@ -99,7 +99,14 @@ class Budget:
         return True
 
 
-def _count(accountant: IAccountant, noise: float, rate: float, steps: int, failure: float) -> None:
+def _is_no_more(rate: Rate, most: Rate) -> bool:
+    """Return whether batches drawn in one way tell no more than those drawn in another."""
+    if isinstance(rate, tuple) or isinstance(most, tuple):
+        return rate == most
+    return rate <= most
+
+
+def _count(accountant: IAccountant, noise: float, rate: Rate, steps: int, failure: float) -> None:
     count(accountant, noise, rate, steps)
     if failure:
         accountant.add_failure_probability(min(1.0, steps * failure))

@@ -91,7 +91,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
 
 
-EARLIER = {"unit": "one example", "the users' rows": None, "max_batch_size": None}
+EARLIER = {"unit": "one example", "the users' rows": None, "max_batch_size": None, "sampling": "poisson"}
 """Settings of runs whose files do not tell them."""
 
 
@@ -144,6 +144,7 @@ class Checkpoint:
             own = optimizer is not None and data_loader is optimizer.run.loader
             unused = data_loader.handed_out - optimizer.run.batches_seen if own else 0  # type: ignore[union-attr]
             position = data_loader.position(unused)
+            position |= spending.epoch_at(data_loader, int(position["drawn"]))
             if optimizer is not None:
                 position["batches"] = str(optimizer.run.batches_a_step)
                 optimizer.run.expect(optimizer.noise, optimizer.steps, next_batch(optimizer, data_loader, position))

@@ -1,4 +1,4 @@
-"""Data loaders whose batches are Poisson samples."""
+"""Data loaders whose batches are Poisson samples, or those of epochs that are dealt into bins or shuffled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -15,6 +16,7 @@ from dpcore.arguments import check_number
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
+from dpcore.loading.epoch_sampler import EPOCHS, SHUFFLE, EpochSampler, check_sampling, epoch_sampler
 from dpcore.loading.ledger import Source
 from dpcore.loading.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -74,6 +76,17 @@ def _batches(loader: DataLoader[Any]) -> int:
     return len(loader)
 
 
+def _check_kind(loader: DataLoader[Any], sampling: str | None, most: int | None) -> None:
+    """Refuse a name of no sampler, and another one than that of a loader which draws its batches already."""
+    check_sampling(sampling, getattr(loader.batch_sampler, "max_batch_size", None) if most is None else most)
+    own = getattr(loader, "kind", None)
+    if None not in (own, sampling) and own != sampling and {own, sampling} & {*EPOCHS}:
+        raise ValueError(
+            f"sampling is {sampling!r}, and the loader draws its batches already, by sampling={own!r}; give it to one "
+            "of them only, the loader."
+        )
+
+
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments of a loader that say who reads the examples, for another loader over the same data."""
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
@@ -95,8 +108,30 @@ class _Collate:
         return emptied(self.collate(first), self.collate([*first, *first]))
 
 
+def _sampler(
+    sampling: str,
+    examples: int,
+    *,
+    steps: int | None,
+    max_batch_size: int | None,
+    drop_last: bool,
+    distributed: bool,
+    **drawn: Any,
+) -> UniformWithReplacementSampler:
+    if sampling not in EPOCHS:
+        if distributed:
+            return DistributedUniformWithReplacementSampler(total_size=examples, steps=steps, **drawn)
+        return UniformWithReplacementSampler(num_samples=examples, steps=steps, max_batch_size=max_batch_size, **drawn)
+    if steps is not None:
+        raise ValueError(f"steps is {steps}, and a round of sampling={sampling!r} is one epoch; leave it out.")
+    rate = check_number("sample_rate", drawn.pop("sample_rate"), lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
+    ranks = (dist.get_rank(), dist.get_world_size()) if distributed else None
+    drawn |= {"distributed": ranks, "drop_last": drop_last, "max_batch_size": max_batch_size}
+    return epoch_sampler(sampling, examples, rate, **drawn)
+
+
 class DPDataLoader(CountingDataLoader):
-    """A loader of Poisson samples of a data set; one round has ceil(1 / sample_rate) batches.
+    """A loader of Poisson samples of a data set, ceil(1 / sample_rate) a round, or as ``sampling`` says.
 
     Batches may be empty; they then have the structure of the others and length 0.
 
@@ -112,6 +147,11 @@ class DPDataLoader(CountingDataLoader):
         generator: Draws the seed, in place of ``seed``.
         max_batch_size: The most examples of a batch (truncated Poisson sampling); of a longer one so many are kept, at
             random. The accountant must know of it, as it does from make_private: see docs/privacy.md.
+        sampling: "poisson", or "truncated" where ``max_batch_size`` is needed. "bins": every round puts each example
+            into one of round(1 / sample_rate) batches, uniformly and independently. "shuffle": every round cuts the
+            examples, in random order, into batches of sample_rate times their number. Epsilon is another one for each:
+            count rounds by hand by ``accountant.count_epochs``, shuffled ones as one step at the rate 1 each.
+        drop_last: Whether a shuffled batch that is shorter than the others is left out.
         **options: Further arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
@@ -131,6 +171,8 @@ class DPDataLoader(CountingDataLoader):
         distributed: bool = False,
         generator: torch.Generator | None = None,
         max_batch_size: int | None = None,
+        sampling: str = "poisson",
+        drop_last: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -145,17 +187,14 @@ class DPDataLoader(CountingDataLoader):
                 "max_batch_size is for one process: several ranks draw parts of a batch, and none knows how long it "
                 "is. Leave it out; max_physical_batch_size bounds what a rank has in work at once."
             )
+        check_sampling(sampling, max_batch_size)
         self._rounds = 0
         self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
         self.distributed = distributed
-        size = len(dataset)
         drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "secure": secure, "steps": steps}
-        sampler = (
-            DistributedUniformWithReplacementSampler(total_size=size, **drawn)
-            if distributed
-            else UniformWithReplacementSampler(num_samples=size, max_batch_size=max_batch_size, **drawn)
-        )
+        drawn |= {"max_batch_size": max_batch_size, "drop_last": drop_last, "distributed": distributed}
+        sampler = _sampler(sampling, len(dataset), **drawn)
         super().__init__(
             dataset,
             batch_sampler=sampler,
@@ -178,6 +217,7 @@ class DPDataLoader(CountingDataLoader):
         generator: torch.Generator | None = None,
         rand_on_empty: bool = False,
         max_batch_size: int | None = None,
+        sampling: str | None = None,
     ) -> DPDataLoader:
         """Return the Poisson counterpart of an ordinary loader.
 
@@ -192,6 +232,7 @@ class DPDataLoader(CountingDataLoader):
                 ``seed`` nor ``secure`` says otherwise.
             rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one.
             max_batch_size: The most examples of a batch; a loader whose batches are drawn already keeps its own.
+            sampling: As of the class; None: as a DPDataLoader does. Shuffled batches are as long as the loader's.
 
         Raises:
             UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
@@ -205,7 +246,9 @@ class DPDataLoader(CountingDataLoader):
                 f"max_batch_size is {max_batch_size}, and the loader draws its batches already, with "
                 f"max_batch_size={own}; give it to one of them only, the loader."
             )
-        if not isinstance(loader, DPDataLoader) and type(drawn) is UniformWithReplacementSampler:
+        _check_kind(loader, sampling, max_batch_size)
+        is_drawn = sampling not in EPOCHS and not isinstance(loader, DPDataLoader)
+        if is_drawn and type(drawn) is UniformWithReplacementSampler:
             return cls._drawn_by(loader, drawn, sample_rate, distributed, secure)
         if isinstance(loader, DPDataLoader):
             if loader.distributed != distributed:
@@ -229,7 +272,11 @@ class DPDataLoader(CountingDataLoader):
             )
         check_whole(loader, distributed)
         if sample_rate is None:
+            # Shuffled batches have the loader's length, Poisson batches and bins make as many batches as it has.
             sample_rate = 1 / max(_batches(loader), 1)
+            if sampling == SHUFFLE:
+                length: int = getattr(drawn, "batch_size", 1)
+                sample_rate = min(1.0, length / len(loader.dataset))  # type: ignore[arg-type]
         if generator is None and seed is None and not secure:
             generator = loader.generator
         return cls(
@@ -241,6 +288,8 @@ class DPDataLoader(CountingDataLoader):
             distributed=distributed,
             generator=generator,
             max_batch_size=max_batch_size,
+            sampling=sampling or "poisson",
+            drop_last=sampling == SHUFFLE and bool(getattr(loader.batch_sampler, "drop_last", False)),
             **worker_options(loader),
         )
 
@@ -272,7 +321,8 @@ class DPDataLoader(CountingDataLoader):
         size = len(self.dataset)  # type: ignore[arg-type]
         return (
             f"{type(self).__name__}({size} examples, sample_rate={self.sample_rate:.6g}: about "
-            f"{size * self.sample_rate:.4g} a batch, {len(self)} batches a round, {self.handed_out} handed out)"
+            f"{size * self.sample_rate:.4g} a batch, {len(self)} batches a round, {self.handed_out} handed out, "
+            f"sampling={self.kind!r})"
         )
 
     def __iter__(self) -> Any:
@@ -283,6 +333,7 @@ class DPDataLoader(CountingDataLoader):
             self._rounds -= 1
 
     def _begin(self) -> list[int]:
+        self.sampler_state.begin()
         self._open = [self.sampler_state.drawn, 0]
         return self._open
 
@@ -297,7 +348,12 @@ class DPDataLoader(CountingDataLoader):
 
     @property
     def source(self) -> Source:
-        return self.sample_rate
+        return self.sampler_state.source
+
+    @property
+    def kind(self) -> str:
+        """How batches are drawn: "poisson", "truncated", "bins" or "shuffle"."""
+        return self.sampler_state.kind
 
     @property
     def sample_rate(self) -> float:
@@ -317,6 +373,11 @@ class DPDataLoader(CountingDataLoader):
         sample_rate = check_number("sample_rate", sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
         if sample_rate == self.sample_rate:
             return
+        if isinstance(self.sampler_state, EpochSampler):
+            raise UnsupportedError(
+                f"The sample rate cannot be changed with sampling={self.kind!r}, whose epochs are counted by their "
+                "number of batches; take sampling='poisson' for a schedule of the batch size."
+            )
         if self._rounds:
             raise ValueError("The sample rate was changed within a round of the loader; do it between rounds.")
         sampler = self.sampler_state

@@ -30,7 +30,12 @@ class Choice:
 
 
 def choices(
-    n: int, epsilon: float, delta: float, batches: Sequence[float], epochs: Sequence[float]
+    n: int,
+    epsilon: float,
+    delta: float,
+    batches: Sequence[float],
+    epochs: Sequence[float],
+    sampling: str = "poisson",
 ) -> Iterator[Choice]:
     """Yield the noise for a budget, by batch and length, as it is found (a second or so each).
 
@@ -40,6 +45,7 @@ def choices(
         delta: δ at which it is read.
         batches: Expected sizes, each at most ``n``.
         epochs: Rounds of ceil(n / batch) steps.
+        sampling: "poisson", "bins" or "shuffle".
 
     Raises:
         ValueError: a number is out of its range.
@@ -48,7 +54,12 @@ def choices(
         for length in epochs:
             steps = count_steps(batch / n, length)
             sigma = get_noise_multiplier(
-                target_epsilon=epsilon, target_delta=delta, sample_rate=batch / n, steps=steps, sigma_tolerance=1e-4
+                target_epsilon=epsilon,
+                target_delta=delta,
+                sample_rate=batch / n,
+                epochs=length,
+                sigma_tolerance=1e-4,
+                sampling=sampling,
             )
             yield Choice(batch, length, steps, sigma)
 

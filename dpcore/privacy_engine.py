@@ -19,7 +19,7 @@ from dpcore.opacus_names.engine import ExtensionPoints
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
-from dpcore.private_inputs import check_length, check_unprepared, rate_of, steps_that_fit
+from dpcore.private_inputs import check_length, check_unprepared, rate_of, sampling_of, steps_that_fit
 from dpcore.private_setup import PrivateSettings, Setup, completed, run_seed, spelled_out
 from dpcore.progress import progress
 from dpcore.secret_seeds import check_seed
@@ -88,6 +88,7 @@ class PrivacyEngine(ExtensionPoints):
         setup = Setup.begin(settings, noise_multiplier, run_seed(self.seed, self._made), self.secure_mode)
         setup = self._extended(setup)
         setup.check()
+        self._spending.check_takes(sampling_of(settings))
         self._spending.use(settings["data_loader"].dataset)
         loader, rate = setup.loader()
         divisor, noise = setup.divisor(loader, rate), setup.noise()
@@ -147,6 +148,7 @@ class PrivacyEngine(ExtensionPoints):
             settings["sample_rate"] = loader.sample_rate
         check_length(loader, settings["sample_rate"])
         rate, mechanism = rate_of(settings), self.accountant.mechanism()
+        self._spending.check_takes(sampling_of(settings))
         # Calibration finds that these steps fit; only beyond them need epsilon be computed at every step.
         planned, failing = steps_that_fit(settings, rate, target_epsilon, target_delta, epochs, mechanism)
         private = self.make_private(noise_multiplier=planned[0], **settings)
@@ -304,6 +306,7 @@ class PrivacyEngine(ExtensionPoints):
         checkpoint.random.restore()
         checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
         checkpoint.restore_batches(data_loader, optimizer)
+        self._spending.go_on_in_epoch(checkpoint.sampler or {})
         return without_seeds(checkpoint.entries())
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpcore.accountants import create_accountant
-from dpcore.accountants.accountant import totals
+from dpcore.accountants.accountant import rate_words, totals
 from dpcore.accountants.pld import PLDAccountant
 from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.checkpoint import Checkpoint
@@ -33,6 +33,12 @@ OF_USERS = "A person with two ids, or whose rows have somebody else's."
 """Stands in the place of the sentence on people where users are the unit."""
 _SUBSAMPLED = ("prv", "rdp", "gdp")
 """Accountants whose history is one of Poisson-subsampled Gaussian steps, whatever they make of it."""
+DRAWN = {
+    "poisson": "Poisson samples, drawn by dpcore",
+    "bins": "balls in bins: in each epoch every unit is in one batch, uniformly and independently; a begun one counts",
+    "shuffle": "shuffled epochs, counted without amplification: an upper bound for units that are replaced by nothing "
+    "(zeros), of a number that is known",
+}
 _RATES = (0.001, 0.01, 0.1)
 
 
@@ -188,14 +194,16 @@ def _of_run(run: _Run) -> PrivacyReport:
     delta = customary_delta(run.examples or 10**5 - 1)
     first = accountant.get_epsilon(delta)
     one = "one user's training examples" if "one user" in _units(run) else "one training example"
+    is_shuffled = any(setting.get("sampling") == "shuffle" for setting in run.settings)
+    change = f"putting zeros in the place of {one}" if is_shuffled else f"adding or removing {one}"
     promise = (
-        f"This model is (ε = {rounded_up(first)}, δ = {delta:g})-differentially private: for adding or removing {one}, "
+        f"This model is (ε = {rounded_up(first)}, δ = {delta:g})-differentially private: for {change}, "
         "whatever an attacker knows of all others."
     )
     warnings = run.warnings
     if not run.is_poisson:
         how = "were not" if run.is_poisson is False else "may not have been"
-        warnings += (f"batches {how} drawn by dpcore, and all figures hold only if they were Poisson samples.",)
+        warnings += (f"batches {how} drawn by dpcore, and all figures hold only if they are as accounted.",)
     if any(sigma == 0.0 for sigma, _, _ in accountant.history):
         promise = "This model is not private: a step had no noise."
     elif first == float("inf"):
@@ -233,14 +241,15 @@ def _risks(accountant: PLDAccountant) -> Table:
 def _training(run: _Run, accountant: PLDAccountant) -> Table:
     """Return how the model was trained, as far as privacy depends on it."""
     steps = [
-        f"{count} with noise multiplier {sigma:.6g}, sample rate {rate:.6g}"
+        f"{count} with noise multiplier {sigma:.6g}, {'sample ' * isinstance(rate, float)}{rate_words(rate)}"
+        if rate != 0.0
+        else f"{count} more of epochs that were counted"
         for (sigma, rate), count in totals(accountant.history).items()
     ]
     shown = steps if len(steps) <= 5 else [*steps[:5], f"and {len(steps) - 5} other kinds"]
     rows = [("unit", _units(run))]
     rows += [("units", f"{run.examples:,}")] if run.examples is not None else []
-    drawn = {True: "Poisson samples, drawn by dpcore", False: "not drawn by dpcore", None: "not known"}
-    rows += [("batches", drawn[run.is_poisson])]
+    rows += [("batches", batches) for batches in _batches(run)]
     rows += [("batches are cut to", f"{s['max_batch_size']}") for s in run.settings if s.get("max_batch_size")]
     rows += [("steps", "; ".join(shown))]
     for setting in filter(None, run.settings):
@@ -253,6 +262,13 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
     if (mechanism := run.accountant["mechanism"]) != accountant.mechanism():
         rows += [("accountant of the run, whose ε is another one", mechanism)]
     return Table("How it was trained", ("", ""), tuple(dict.fromkeys(rows)))
+
+
+def _batches(run: _Run) -> list[str]:
+    """Return how batches were drawn, in words."""
+    if not run.is_poisson:
+        return ["not known" if run.is_poisson is None else "not drawn by dpcore"]
+    return [DRAWN[s.get("sampling", "poisson")] for s in run.settings] or [DRAWN["poisson"]]
 
 
 def _units(run: _Run) -> str:

@@ -11,7 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpcore.accountants import get_noise_multiplier
+from dpcore.accountants.accountant import Rate
+from dpcore.accountants.utils import counted_as
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.loading.epoch_sampler import EPOCHS, bins_for, check_sampling
 from dpcore.loading.uniform_sampler import UniformWithReplacementSampler, overflow, steps_per_epoch
 from dpcore.loading.units import rows_per_unit, unit_words
 from dpcore.optimizers import DPOptimizer
@@ -113,6 +116,19 @@ def longest_batch(settings: Mapping[str, Any]) -> int | None:
     return getattr(drawn, "max_batch_size", None) if given is None else given
 
 
+def sampling_of(settings: Mapping[str, Any]) -> str:
+    """Return how batches are drawn: as given, or as a loader does that draws its batches already."""
+    given: str | None = check_sampling(settings["sampling"], longest_batch(settings))
+    if not settings["poisson_sampling"]:
+        if given is not None:
+            raise ValueError(
+                f"sampling is {given!r} with poisson_sampling=False, which keeps your loader; leave one of the two out."
+            )
+        return "ordinary"
+    own: str | None = getattr(settings["data_loader"], "kind", None)
+    return own or given or "poisson"
+
+
 def rate_of(settings: Mapping[str, Any]) -> float:
     """Return the chance of an example to be in a batch: that of a loader which draws its batches, or as given."""
     loader = settings["data_loader"]
@@ -120,13 +136,14 @@ def rate_of(settings: Mapping[str, Any]) -> float:
     if isinstance(drawn, UniformWithReplacementSampler) and settings["poisson_sampling"]:
         return drawn.sample_rate
     rate: float = 1 / len(loader) if settings["sample_rate"] is None else settings["sample_rate"]
-    return rate
+    # In epochs the rate is one over the number of batches.
+    return 1 / bins_for(rate) if sampling_of(settings) in EPOCHS else rate
 
 
 def steps_that_fit(
     settings: Mapping[str, Any], rate: float, epsilon: float, delta: float, epochs: float, mechanism: str
-) -> tuple[tuple[float, float, int], float]:
-    """Return (noise multiplier, rate, number) of the steps of ``epochs`` rounds that fit a budget.
+) -> tuple[tuple[float, Rate, int], float]:
+    """Return (noise multiplier, rate, number) of the steps, or of what is counted for them, that fit a budget.
 
     And the chance that one of them fails because its batch was cut; ValueError where that takes all of δ.
     """
@@ -142,7 +159,13 @@ def steps_that_fit(
             f"Batches are longer than max_batch_size with the chance {failing / 2:.3g} in all steps together, which at "
             f"epsilon {epsilon:g} takes all of delta {delta:g}; give a larger max_batch_size."
         )
+    sampling = sampling_of(settings) if sampling_of(settings) in EPOCHS else "poisson"
     noise = get_noise_multiplier(
-        target_epsilon=target, target_delta=left, sample_rate=rate, epochs=epochs, accountant=mechanism
+        target_epsilon=target,
+        target_delta=left,
+        sample_rate=rate,
+        epochs=epochs,
+        accountant=mechanism,
+        sampling=sampling,
     )
-    return (noise, rate, steps), failing
+    return (noise, *counted_as(sampling, rate, steps=steps)), failing

@@ -26,6 +26,7 @@ from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.loading.checks import check_data_set, check_once_a_round, check_ordinary
 from dpcore.loading.counting_loader import CountingDataLoader, counted
+from dpcore.loading.epoch_sampler import EpochSampler
 from dpcore.loading.ledger import Ledger, give
 from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import drawn_seed
@@ -40,6 +41,7 @@ from dpcore.private_inputs import (
     check_unprepared,
     group_of,
     longest_batch,
+    sampling_of,
     unit_of,
     warn_of_overflow,
 )
@@ -119,6 +121,12 @@ class PrivateSettings(TypedDict, total=False):
         max_batch_size: The most examples of a batch, for bounded memory and shapes (truncated Poisson sampling): of a
             longer one so many are kept, at random. Epsilon is an upper bound that charges the chance of a longer batch,
             so let that be next to nothing: nine standard deviations beyond the mean. None: no limit.
+        sampling: How batches are drawn. "poisson": the default. "truncated": that with ``max_batch_size``, which is
+            then needed. "bins": each round puts every example into one of its batches, uniformly and independently; the
+            epsilon is its own, a begun round counts whole, and the accountant must be "prv". "shuffle": each round cuts
+            the examples, in random order, into batches of the loader's length; every begun round counts as a Gaussian
+            mechanism without amplification, an upper bound for neighbours of which one has zeros in an example's place.
+            None: as ``data_loader`` does, where that is a :class:`DPDataLoader`.
     """
 
     module: Required[nn.Module]
@@ -141,6 +149,7 @@ class PrivateSettings(TypedDict, total=False):
     max_physical_batch_size: Annotated[int | str | None, None]
     group: Annotated[int | None, None]
     max_batch_size: Annotated[int | None, None]
+    sampling: Annotated[str | None, None]
     factors: Factors
     target_unclipped_quantile: float
     clipbound_learning_rate: float
@@ -240,6 +249,7 @@ class Setup:
             )
         self._check_numbers()
         self._check_clipping()
+        sampling_of(settings)
         check_parameters(self.module, self.optimizer)
         if settings["criterion"] is not None:
             check_criterion(settings["criterion"], settings["loss_reduction"])
@@ -329,6 +339,7 @@ class Setup:
             secure=self.secure,
             distributed=ranks is not None,
             max_batch_size=longest_batch(self.settings),
+            sampling=self.settings["sampling"],
         )
         warn_of_overflow(poisson.sampler_state)
         return poisson, poisson.sample_rate
@@ -391,7 +402,7 @@ class Setup:
         """PrivacyError where a rank was called with other settings: its sums would get the noise of these."""
         if self.ranks is None:
             return
-        named = ("poisson_sampling", "max_grad_norm", "clipping", "loss_reduction")
+        named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction")
         self.ranks.agree(
             {
                 "accountant": mechanism,
@@ -452,6 +463,10 @@ class Setup:
         run.setting["unit"] = unit_of(settings["data_loader"].dataset, self.group)
         run.setting["the users' rows"] = users_digest(settings["data_loader"].dataset)
         run.setting["sample_rate"] = fixed_rate if settings["poisson_sampling"] else None
+        run.setting["sampling"] = "poisson"  # of others, as of those that are cut, other settings tell
+        if poisson is not None and isinstance(sampler := poisson.sampler_state, EpochSampler):
+            run.setting |= {"sampling": sampler.kind, "sample_rate": sampler.source}
+            spending.check_takes(sampler.kind)
 
         def rate() -> float:
             """The rate in force: a schedule may have changed the loader's."""

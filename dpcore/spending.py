@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dpcore.accountants import IAccountant
-from dpcore.accountants.accountant import History, count, totals
+from dpcore.accountants.accountant import BINS, History, Rate, count, totals
 from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.budget import Budget
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import PrivacyError, warn_caller
+from dpcore.loading.epoch_sampler import EpochSampler
 from dpcore.loading.ledger import Unused
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.claims import private_optimizers
@@ -60,6 +62,7 @@ class Spending:
         self._name = secrets.token_hex(16)  # of the steps that were counted by hand
         self._runs: Runs = {}
         self._taken_over: set[str] = set()  # runs that an optimizer's state has told of
+        self._epochs: dict[str, float] = {}  # dealt epochs that were counted, and the least noise of their steps
         self._made: dict[str, Made] = {}  # those whose steps were counted here
 
     @property
@@ -89,6 +92,11 @@ class Spending:
                 "is the epsilon of their union. Use one PrivacyEngine per data set.",
             )
         self.dataset = dataset
+
+    def check_takes(self, sampling: str) -> None:
+        """Refuse a sampler of which the accountant knows no bound, before anything is made private."""
+        if sampling == BINS and not self.accountant.takes_bins:
+            self.accountant.count_epochs(noise_multiplier=1.0, bins=2)  # raises the error that says so
 
     # ---- epsilon and the budget
 
@@ -150,18 +158,25 @@ class Spending:
     def within_budget(self, optimizer: DPOptimizer) -> bool:
         """Return whether one more step of ``optimizer``, on one batch, fits the budget."""
         loader, history = optimizer.run.loader, self.accountant.history
-        rate = loader.sample_rate if isinstance(loader, DPDataLoader) else history[-1][1] if history else 0.0
+        rate: Rate = loader.sample_rate if isinstance(loader, DPDataLoader) else history[-1][1] if history else 0.0
         failure = min(1.0, 2.0 * loader.sampler_state.overflow) if isinstance(loader, DPDataLoader) else 0.0
+        if isinstance(loader, DPDataLoader) and isinstance(sampler := loader.sampler_state, EpochSampler):
+            is_waiting = loader.handed_out > optimizer.run.batches_seen
+            begins = not is_waiting and not sampler.drawn % sampler.steps
+            name = sampler.epoch_of(sampler.drawn - 1)
+            own = self._uncounted(sampler.begun if name is None else [name], optimizer.noise_multiplier)
+            rate = sampler.rate_of_epoch if begins or own else 0.0
         return self._epsilon_beyond(optimizer.noise_multiplier, rate, 1, failure) is None
 
     def check_budget(self, optimizer: DPOptimizer, rate: float, failure: float = 0.0) -> None:
         """BudgetError where the step at hand would exceed the budget; ``failure``: the chance that a batch was cut."""
-        batches = optimizer.accumulated_iterations
-        spent = self._epsilon_beyond(optimizer.noise_multiplier / batches**0.5, rate, batches, failure)
+        noise, costs, steps = self._entries(optimizer, rate)[0][0]  # a second entry costs nothing
+        failure = min(1.0, failure * optimizer.accumulated_iterations / steps)
+        spent = self._epsilon_beyond(noise, costs, steps, failure)
         if spent is not None and self.budget is not None:
             raise self.budget.refusal(spent)
 
-    def _epsilon_beyond(self, noise_multiplier: float, rate: float, steps: int, failure: float) -> float | None:
+    def _epsilon_beyond(self, noise_multiplier: float, rate: Rate, steps: int, failure: float) -> float | None:
         """Epsilon after these steps where it exceeds the budget, None where it does not."""
         if self.budget is None:
             return None
@@ -175,13 +190,58 @@ class Spending:
         return [optimizer for optimizer in private_optimizers() if optimizer.engine is self]
 
     def count(self, optimizer: DPOptimizer, rate: float, failure: float = 0.0) -> None:
-        """Count a step, whose batches were drawn at ``rate`` and each cut at most so often, and under which name."""
-        self.accountant.get_optimizer_hook_fn(rate)(optimizer)
+        """Count a step, whose batches were drawn at ``rate`` and each cut at most so often, and under which name.
+
+        Of a loader that deals epochs a step brings the epochs of its batches, those that no step has brought before.
+        """
+        entries, begun = self._entries(optimizer, rate)
         k = optimizer.accumulated_iterations
+        if begun is None:
+            self.accountant.get_optimizer_hook_fn(rate)(optimizer)
+        else:
+            for entry in entries:
+                count(self.accountant, *entry)
+            self._epochs.update(dict.fromkeys(begun, entries[0][0]))
         self._made[optimizer.run.name] = Made.by(optimizer)
         if failure:
             self.accountant.add_failure_probability(min(1.0, k * failure))
-        _add(self._runs.setdefault(optimizer.run.name, []), (optimizer.noise_multiplier / k**0.5, rate, k))
+        for entry in entries:
+            _add(self._runs.setdefault(optimizer.run.name, []), entry)
+
+    def _entries(self, optimizer: DPOptimizer, rate: float) -> tuple[History, list[str] | None]:
+        """Return what the step at hand adds to a history, and the epochs that it brings; None where none are dealt.
+
+        Where it is not known which batches it has used, all epochs count of which it may have used one.
+        """
+        k, loader = optimizer.accumulated_iterations, optimizer.run.loader
+        noise = optimizer.noise_multiplier / k**0.5
+        sampler = loader.sampler_state if isinstance(loader, DPDataLoader) else None
+        if not isinstance(sampler, EpochSampler):
+            return [(noise, rate, k)], None
+        used = () if optimizer.run.ledger is None else optimizer.run.ledger.used
+        names = [batch.epoch for batch in used if batch.epoch is not None]
+        if len(names) < k or len(names) < len(used):
+            names = [*sampler.begun, *self.unused.epochs[sampler.source]]
+        begun = self._uncounted(names, noise)
+        entries: History = [(noise, sampler.rate_of_epoch, len(begun))] if begun else []
+        if k > len(begun):
+            entries.append((noise, 0.0, k - len(begun)))
+        return entries, begun
+
+    def _uncounted(self, epochs: Sequence[str], noise: float) -> list[str]:
+        """Return those of the epochs of which no step was counted, or none with as little noise."""
+        return [name for name in dict.fromkeys(epochs) if self._epochs.get(name, math.inf) > noise]
+
+    def epoch_at(self, loader: Any, draw: int) -> dict[str, str]:
+        """Return what a file tells of the epoch of a draw, so that a run which goes on within it does not count it."""
+        sampler = getattr(loader, "sampler_state", None)
+        name = sampler.name_at(draw) if isinstance(sampler, EpochSampler) else None
+        return {"epoch": name, "epoch's noise": repr(self._epochs[name])} if name in self._epochs else {}
+
+    def go_on_in_epoch(self, position: Mapping[str, Any]) -> None:
+        """Note the epoch that :meth:`epoch_at` has told of; one of another seed or of other data has another name."""
+        if "epoch" in position:
+            self._epochs[position["epoch"]] = float(position["epoch's noise"])
 
     def made(self) -> list[Made]:
         """Return how the runs were made whose steps are counted here, also of those whose optimizers are gone.
@@ -273,7 +333,7 @@ class Spending:
             self.ancestors[optimizer.run.rename()] = set(saved)
 
 
-def steps_of(history: Sequence[Sequence[float]]) -> int:
+def steps_of(history: Sequence[Sequence[Any]]) -> int:
     """Return the number of steps."""
     return int(sum(steps for _, _, steps in history))
 
@@ -285,7 +345,7 @@ def _unknown_steps(counted: History, known: History) -> History:
     return [(noise, rate, steps) for (noise, rate), steps in left.items() if steps > 0]
 
 
-def _add(history: History, step: tuple[float, float, int]) -> None:
+def _add(history: History, step: tuple[float, Rate, int]) -> None:
     """Add steps to a history, in which equal neighbours are counted together."""
     if history and tuple(history[-1][:2]) == step[:2]:
         step = (*step[:2], step[2] + history.pop()[2])

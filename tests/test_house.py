@@ -60,12 +60,14 @@ class Size:
 # Dpcore by 20 and tests by 21 for units of units, joined units and no tables, which ended in errors of torch's.
 # Then harness by 196 and tests by 120 for parts of records that are parsed once, digests of updates in packs, and minutes
 # of a grid.
+# Then dpcore by 806, of which Opacus' names 5, and tests by 359 for balls in bins and shuffled batches, with
+# their epsilon.
 LIMITS = {
     "harness": Size(lines=38_992, long_classes=0, long_files=5),
-    "dpcore": Size(lines=30_615, long_classes=0, long_files=0),
-    "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
+    "dpcore": Size(lines=31_423, long_classes=0, long_files=0),
+    "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=55_196, long_classes=0, long_files=16),
+    "tests": Size(lines=55_557, long_classes=0, long_files=16),
 }
 
 

@@ -1,4 +1,7 @@
-"""Privacy accountants for the Poisson-subsampled Gaussian mechanism, neighbours by adding or removing one example."""
+"""Privacy accountants for the Poisson-subsampled Gaussian mechanism and for epochs of balls in bins.
+
+Neighbours are by adding or removing one example.
+"""
 
 from dpcore.accountants.accountant import IAccountant
 from dpcore.accountants.gdp import GaussianAccountant

@@ -13,14 +13,23 @@ from typing import Any
 from dpcore.arguments import check_number
 from dpcore.errors import UnsupportedError
 
-History = list[tuple[float, float, int]]
+Rate = float | tuple[str, int]
+"""Of steps on Poisson batches the sample rate; of epochs of balls in bins ("bins", how many)."""
+
+History = list[tuple[float, Rate, int]]
+BINS = "bins"
 DELTA_RULE = "it must lie in (0, 1), and well below 1 / (number of examples)"
 
 
 class IAccountant(ABC):
     """The base of all accountants.
 
-    ``history``: (noise multiplier, sample rate, steps) of consecutive steps; equal neighbours are counted together.
+    ``history``: (noise multiplier, sample rate, steps) of consecutive steps; equal neighbours are counted together. An
+    epoch of balls in bins stands as (noise multiplier, ("bins", batches), 1), which its first step has brought, and its
+    other steps at the rate 0, for they cost nothing more.
+
+    ``takes_bins``: whether ``_epsilon`` knows such epochs.
+
     ``failure_probability``: the sum over all steps, see :meth:`add_failure_probability`.
 
     One of your own defines :meth:`mechanism`, and ``_epsilon(history, delta)`` or, as in Opacus, ``step``,
@@ -28,6 +37,7 @@ class IAccountant(ABC):
     """
 
     failure_probability = 0.0
+    takes_bins = False
 
     def __init__(self) -> None:
         self.history: History = []
@@ -44,6 +54,36 @@ class IAccountant(ABC):
             ValueError: a number is out of its range.
         """
         _check_entry(noise_multiplier, sample_rate, steps)
+        self._append(noise_multiplier, sample_rate, steps)
+
+    def count_epochs(self, *, noise_multiplier: float, bins: int, epochs: int = 1) -> None:
+        """Count epochs in each of which every unit was put into one of so many batches, uniformly and independently.
+
+        An epoch that was begun counts whole, and so it does for each of several noises: the least of its steps is a
+        bound already.
+
+        Args:
+            noise_multiplier: σ of each batch's sum, the noise's standard deviation over the sensitivity.
+            bins: T, how many batches an epoch has.
+            epochs: How many epochs.
+
+        Raises:
+            ValueError: a number is out of its range.
+            UnsupportedError: this accountant knows no bound for such epochs.
+        """
+        _check_entry(noise_multiplier, (BINS, bins), epochs)
+        self._check_takes((BINS, bins))
+        # One batch is the whole data set, at every step.
+        self._append(noise_multiplier, 1.0 if bins == 1 else (BINS, int(bins)), epochs)
+
+    def _check_takes(self, rate: Rate) -> None:
+        if isinstance(rate, tuple) and not self.takes_bins:
+            raise UnsupportedError(
+                f"The accountant {self.mechanism()!r} knows no bound for balls in bins, and would say that of another "
+                'sampler; use PrivacyEngine(accountant="prv"), or sampling="poisson".'
+            )
+
+    def _append(self, noise_multiplier: float, sample_rate: Rate, steps: int) -> None:
         if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
             steps += self.history.pop()[2]
         self.history.append((noise_multiplier, sample_rate, steps))
@@ -62,7 +102,9 @@ class IAccountant(ABC):
             ValueError: delta is not in (0, 1).
         """
         check_number("delta", delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
-        released = [entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0]
+        released = released_of(self.history)
+        for _, rate, _ in released:
+            self._check_takes(rate)
         if not released:
             return 0.0
         if any(noise == 0.0 for noise, _, _ in released):
@@ -100,7 +142,9 @@ class IAccountant(ABC):
         return math.inf
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{count} at noise {noise:.6g}, rate {rate:.6g}" for noise, rate, count in self.history[-4:])
+        steps = ", ".join(
+            f"{count} at noise {noise:.6g}, {rate_words(rate)}" for noise, rate, count in self.history[-4:]
+        )
         earlier = "..., " if len(self.history) > 4 else ""
         return f"{type(self).__name__}({len(self)} steps: {earlier}{steps or 'none yet'})"
 
@@ -159,30 +203,62 @@ class IAccountant(ABC):
             _check_entry(noise, rate, steps)
         probability = state_dict.get("failure_probability", 0.0)
         check_number("failure_probability", probability, lambda p: p >= 0.0, "it must be at least 0")
-        self.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state_dict["history"]]
+        self.history = [(float(noise), _rate(rate), int(steps)) for noise, rate, steps in state_dict["history"]]
         self.failure_probability = float(probability)
 
 
-def totals(history: Iterable[tuple[float, float, int]]) -> Counter[tuple[float, float]]:
+def totals(history: Iterable[tuple[float, Rate, int]]) -> Counter[tuple[float, Rate]]:
     """Return how many steps there are of each (noise multiplier, sample rate); their order does not matter."""
-    found: Counter[tuple[float, float]] = Counter()
+    found: Counter[tuple[float, Rate]] = Counter()
     for noise, rate, steps in history:
         found[noise, rate] += steps
     return found
+
+
+def released_of(history: History) -> History:
+    """Return the entries of which something was released that no other one has counted."""
+    return [entry for entry in history if entry[1] != 0.0 and entry[2] > 0]
+
+
+def poisson_steps(history: History) -> list[tuple[float, float, int]] | None:
+    """Return the history where all of it is steps on Poisson batches, and else None."""
+    steps = [(sigma, rate, count) for sigma, rate, count in history if not isinstance(rate, tuple)]
+    return steps if len(steps) == len(history) else None
+
+
+def rate_words(rate: Rate) -> str:
+    """Return a sample rate, or how else batches were drawn, in words."""
+    return f"epochs of {rate[1]} bins" if isinstance(rate, tuple) else f"rate {rate:.6g}"
+
+
+def _rate(value: Any) -> Rate:
+    """Return a history's rate as it is here, of a file whose tuples may have become lists."""
+    return (BINS, int(value[1])) if isinstance(value, list | tuple) else float(value)
 
 
 def _check_entry(noise_multiplier: Any, sample_rate: Any, steps: Any) -> None:
     """ValueError where one of these is not what a history may hold."""
     rule = "it must be a number, finite and at least 0"
     check_number("noise_multiplier", noise_multiplier, lambda sigma: 0.0 <= sigma < math.inf, rule)
-    rule = "it is a probability, so it must lie in [0, 1]"
-    check_number("sample_rate", sample_rate, lambda q: 0.0 <= q <= 1.0, rule)
+    if isinstance(sample_rate, list | tuple):
+        kind, bins = sample_rate if len(sample_rate) == 2 else (None, None)
+        if kind != BINS:
+            raise ValueError(f"The history holds steps at the rate {sample_rate!r}; it is a number, or ('bins', T).")
+        check_number(
+            "bins", bins, lambda t: 1.0 <= t < math.inf and t % 1 == 0, "it must be a whole number, at least 1"
+        )
+    else:
+        rule = "it is a probability, so it must lie in [0, 1]"
+        check_number("sample_rate", sample_rate, lambda q: 0.0 <= q <= 1.0, rule)
     rule = "it must be a whole number, at least 0: what was released cannot be taken back"
     check_number("steps", steps, lambda n: 0.0 <= n < math.inf and n == math.floor(n), rule)
 
 
-def count(accountant: IAccountant, noise_multiplier: float, sample_rate: float, steps: int) -> None:
+def count(accountant: IAccountant, noise_multiplier: float, sample_rate: Rate, steps: int) -> None:
     """Count ``steps`` equal steps, one by one where the accountant's own ``step`` takes no number of steps."""
+    if isinstance(sample_rate, tuple):
+        accountant.count_epochs(noise_multiplier=noise_multiplier, bins=sample_rate[1], epochs=steps)
+        return
     given: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
     if "steps" in inspect.signature(accountant.step).parameters:
         accountant.step(**given, steps=steps)

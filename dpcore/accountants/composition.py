@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import scipy
 
-from dpcore.accountants.privacy_loss import Step, discretise
+from dpcore.accountants.privacy_loss import Loss
 
 LARGEST_WINDOW = 2**22
 ERROR = 5e-4
@@ -36,22 +37,12 @@ class Tilt:
     step_deviation: float
 
 
-def _quadrature(step: Step, mass: float) -> tuple[np.ndarray, np.ndarray]:
-    """Losses and log weights under P on a fine grid of outputs: enough for choosing λ, window and grid."""
-    low, high = step.span(mass)
-    x = np.linspace(low, high, 4001)
-    plain = -(x**2) / (2 * step.sigma**2)
-    shifted = -((x - 1) ** 2) / (2 * step.sigma**2)
-    log_p = np.logaddexp(math.log1p(-step.q) + plain, math.log(step.q) + shifted) if step.removal else plain
-    return step.loss(x), log_p - scipy.special.logsumexp(log_p)
-
-
-def choose_tilt(steps: list[Step], delta: float, mass: float, least: bool = False) -> Tilt:
+def choose_tilt(steps: Sequence[Loss], delta: float, mass: float, least: bool = False) -> Tilt:
     """λ nearly minimises (K(λ) - log δ) / λ, the Chernoff bound on ε; K is the sum of the steps' log moments.
 
     ``least``: hardly any, for a δ that is no tail's, of which rounding far from the tilted mean would leave nothing.
     """
-    tables = [(*_quadrature(step, mass), step.count) for step in steps]
+    tables = [(*step.quadrature(mass), step.count) for step in steps]
 
     def moments(rate: float) -> tuple[float, float, float, float]:
         log_moment = mean = variance = 0.0
@@ -124,9 +115,9 @@ class Curve:
         return max(0.0, math.log((self.tail[k] - target) / self.tail_q[k]))
 
 
-def compose(steps: list[Step], tilt: Tilt, h: float, mass: float, delta: float) -> Curve:
+def compose(steps: Sequence[Loss], tilt: Tilt, h: float, mass: float, delta: float) -> Curve:
     """The losses of all steps on one grid, added up."""
-    grids = [discretise(step, h, mass) for step in steps]
+    grids = [step.grid(h, mass) for step in steps]
     logs = []
     for step, grid in zip(steps, grids, strict=True):
         with np.errstate(divide="ignore"):

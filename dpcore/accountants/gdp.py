@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from dpcore.accountants.accountant import History, IAccountant
+from dpcore.accountants.accountant import History, IAccountant, poisson_steps
 
 
 def gaussian_log_delta(epsilon: float, mu: float) -> float:
@@ -49,6 +49,8 @@ class GaussianAccountant(IAccountant):
     """
 
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
+        steps = poisson_steps(history)
+        assert steps is not None  # as get_epsilon has seen
         warnings.warn(
             "This epsilon is the central-limit approximation (gdp) and may lie far below the true one; it is no "
             'guarantee. Report the accountants "prv" or "rdp", which are bounds.',
@@ -56,7 +58,7 @@ class GaussianAccountant(IAccountant):
         )
         squared = _of_poisson_batches if options.get("poisson", True) else _of_fixed_batches
         with np.errstate(over="ignore", divide="ignore"):  # noise so small that epsilon is infinite
-            mu_sq = sum(t * q * q * squared(s) for s, q, t in history)
+            mu_sq = sum(t * q * q * squared(s) for s, q, t in steps)
         return gaussian_epsilon(delta, math.sqrt(mu_sq)) if mu_sq < math.inf else math.inf
 
     @classmethod

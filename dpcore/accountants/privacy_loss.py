@@ -8,9 +8,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import scipy
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Masses of a privacy loss on a grid.
+
+    The masses are those under P of the losses start·h, (start+1)·h, ...; then the mass that was moved up to the first
+    of them from below; and the mass of infinite losses.
+    """
+
+    start: int
+    p: np.ndarray
+    lifted: float
+    infinite: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,60 @@ class Step:
             high = float(scipy.optimize.brentq(lambda x: log_above(x) - math.log(mass), 0.0, high))
         return np.array([-reach * self.sigma, high])
 
+    def quadrature(self, mass: float) -> tuple[np.ndarray, np.ndarray]:
+        """Losses and log weights under P on a fine grid of outputs: enough for choosing λ, window and grid."""
+        low, high = self.span(mass)
+        x = np.linspace(low, high, 4001)
+        plain = -(x**2) / (2 * self.sigma**2)
+        shifted = -((x - 1) ** 2) / (2 * self.sigma**2)
+        mixed = np.logaddexp(math.log1p(-self.q) + plain, math.log(self.q) + shifted)
+        log_p = mixed if self.removal else plain
+        return self.loss(x), log_p - scipy.special.logsumexp(log_p)
+
+    def width(self, mass: float) -> float:
+        """Return the largest loss less the smallest; at most ``mass`` of P lies beyond either."""
+        return float(np.ptp(self.loss(self.span(mass))))
+
+    def grid(self, h: float, mass: float) -> Grid:
+        """Return one step's loss, spread to a grid of spacing h."""
+        ends = np.sort(self.loss(self.span(mass)))
+        start, stop = math.floor(ends[0] / h) - 1, math.ceil(ends[1] / h) + 1
+        edges = np.arange(start, stop + 1) * h
+        at = self.output(edges)
+        low, high = (at[:-1], at[1:]) if self.removal else (at[1:], at[:-1])
+        plain, shifted = self.masses(low, high)
+        p = self.probability(plain, shifted)
+        below, above = np.array(-np.inf), np.array(np.inf)
+        if self.removal:
+            lifted, infinite = self.masses(below, at[0]), self.masses(at[-1], above)
+        else:
+            lifted, infinite = self.masses(at[0], above), self.masses(below, at[-1])
+        # Mass to the upper end b and the rest to the lower end, such that P's and Q's masses are kept:
+        # b e^{-(k+1)h} + (p - b) e^{-kh} = q.
+        to_upper = np.clip(self.surplus(edges[:-1], plain, shifted) / -math.expm1(-h), 0.0, p)
+        out = np.zeros(len(edges))
+        out[1:] += to_upper
+        out[:-1] += p - to_upper
+        out[0] += self.probability(*lifted)
+        return Grid(start, out, float(self.probability(*lifted)), float(self.probability(*infinite)))
+
+
+class Loss(Protocol):
+    """The privacy loss of ``count`` equal releases, which :class:`Step` and balls in bins have."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def quadrature(self, mass: float) -> tuple[np.ndarray, np.ndarray]:
+        """Losses and log weights under P: enough for choosing λ, window and grid."""
+
+    def width(self, mass: float) -> float:
+        """Return the largest loss less the smallest; at most ``mass`` of P lies beyond either."""
+
+    def grid(self, h: float, mass: float) -> Grid:
+        """Return one release's loss, spread to a grid of spacing h."""
+
 
 def normal_mass(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Φ(high) - Φ(low), from whichever tail keeps the relative precision."""
@@ -76,41 +145,3 @@ def normal_mass(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return np.where(
         flip, scipy.special.ndtr(-low) - scipy.special.ndtr(-high), scipy.special.ndtr(high) - scipy.special.ndtr(low)
     )
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Masses of a privacy loss on a grid.
-
-    The masses are those under P of the losses start·h, (start+1)·h, ...; then the mass that was moved up to the first
-    of them from below; and the mass of infinite losses.
-    """
-
-    start: int
-    p: np.ndarray
-    lifted: float
-    infinite: float
-
-
-def discretise(step: Step, h: float, mass: float) -> Grid:
-    """One step's loss, spread to a grid of spacing h."""
-    ends = np.sort(step.loss(step.span(mass)))
-    start, stop = math.floor(ends[0] / h) - 1, math.ceil(ends[1] / h) + 1
-    edges = np.arange(start, stop + 1) * h
-    at = step.output(edges)
-    low, high = (at[:-1], at[1:]) if step.removal else (at[1:], at[:-1])
-    plain, shifted = step.masses(low, high)
-    p = step.probability(plain, shifted)
-    below, above = np.array(-np.inf), np.array(np.inf)
-    if step.removal:
-        lifted, infinite = step.masses(below, at[0]), step.masses(at[-1], above)
-    else:
-        lifted, infinite = step.masses(at[0], above), step.masses(below, at[-1])
-    # Mass to the upper end b and the rest to the lower end, such that P's and Q's masses are kept:
-    # b e^{-(k+1)h} + (p - b) e^{-kh} = q.
-    to_upper = np.clip(step.surplus(edges[:-1], plain, shifted) / -math.expm1(-h), 0.0, p)
-    out = np.zeros(len(edges))
-    out[1:] += to_upper
-    out[:-1] += p - to_upper
-    out[0] += step.probability(*lifted)
-    return Grid(start, out, float(step.probability(*lifted)), float(step.probability(*infinite)))

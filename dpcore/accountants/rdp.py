@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import scipy
 
-from dpcore.accountants.accountant import History, IAccountant
+from dpcore.accountants.accountant import History, IAccountant, released_of
+from dpcore.accountants.allocation import Epochs
 from dpcore.arguments import check_number
 
 DEFAULT_ALPHAS = tuple([1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64)))
@@ -39,10 +40,18 @@ def epsilon_of_renyi(divergence: float, alpha: float, delta: float) -> float:
 
 def renyi_epsilon(history: History, delta: float, alphas: Sequence[float] = DEFAULT_ALPHAS) -> tuple[float, float]:
     """(epsilon, best order) of a history with positive noise multipliers and sample rates."""
-    return min(
-        (epsilon_of_renyi(sum(t * renyi_divergence(q, s, alpha) for s, q, t in history), alpha, delta), alpha)
-        for alpha in alphas
-    )
+    epochs = [[Epochs(s, q[1], t, r) for s, q, t in history if isinstance(q, tuple)] for r in (True, False)]
+    steps = [(s, q, t) for s, q, t in history if not isinstance(q, tuple)]
+    # Of Poisson steps the removal is the worse direction, of epochs it need not be.
+    left = delta - max(sum(epoch.lost for epoch in side) for side in epochs)
+    if left <= 0.0:
+        return math.inf, math.inf
+
+    def divergence(alpha: float) -> float:
+        of_epochs = max(sum(e.count * e.log_moment(alpha) for e in side) for side in epochs) / (alpha - 1)
+        return of_epochs + sum(t * renyi_divergence(q, s, alpha) for s, q, t in steps)
+
+    return min((epsilon_of_renyi(divergence(alpha), alpha, left), alpha) for alpha in alphas)
 
 
 class RDPAccountant(IAccountant):
@@ -61,7 +70,7 @@ class RDPAccountant(IAccountant):
             ValueError: delta is not in (0, 1), or an order is not above 1.
         """
         epsilon = self.get_epsilon(delta, alphas=alphas)
-        released = [entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0]
+        released = released_of(self.history)
         if not released:
             return 0.0, 0.0
         if epsilon == math.inf:

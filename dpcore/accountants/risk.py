@@ -19,9 +19,9 @@ from functools import lru_cache
 import numpy as np
 import scipy
 
-from dpcore.accountants.accountant import History, totals
+from dpcore.accountants.accountant import History, Rate, released_of, totals
 from dpcore.accountants.composition import LARGEST_WINDOW, TAIL_SHARE, Curve, choose_tilt, compose
-from dpcore.accountants.privacy_loss import Step
+from dpcore.accountants.losses import losses_of
 from dpcore.accountants.rdp import renyi_epsilon
 from dpcore.arguments import check_number
 
@@ -82,9 +82,9 @@ def check_rate(name: str, rate: float | np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=16)
-def risk_of(history: tuple[tuple[float, float, int], ...], failure: float = 0.0) -> Risk:
-    """Return the risk of a history of Poisson-subsampled Gaussian steps."""
-    steps = [(s, q, t) for (s, q), t in totals(history).items() if q > 0.0 and t > 0]
+def risk_of(history: tuple[tuple[float, Rate, int], ...], failure: float = 0.0) -> Risk:
+    """Return the risk of a history of Poisson-subsampled Gaussian steps and epochs of balls in bins."""
+    steps = released_of([(s, q, t) for (s, q), t in totals(history).items()])
     if not steps:
         return Risk(np.array([0.0, 1.0]), np.array([1.0, 0.0]), failure)
     if any(s == 0.0 for s, _, _ in steps) or renyi_epsilon(steps, _FOCI[0])[0] > _LARGEST_EPSILON:
@@ -106,11 +106,11 @@ def _privacy_curve(steps: History) -> tuple[np.ndarray, np.ndarray]:
 
 def _around(steps: History, focus: float, removal: bool) -> Curve:
     """Return the composed losses, most exact where δ is ``focus``."""
-    each = [Step(s, min(q, 1.0 - 1e-16), t, removal) for s, q, t in steps]
+    each = losses_of(steps, removal)
     total = sum(step.count for step in each)
     mass = TAIL_SHARE * focus / total
     tilt = choose_tilt(each, focus, mass)
-    finest = max(32 * tilt.deviation, *(float(np.ptp(step.loss(step.span(mass)))) for step in each)) / LARGEST_WINDOW
+    finest = max(32 * tilt.deviation, *(step.width(mass) for step in each)) / LARGEST_WINDOW
     # What the spread to a grid adds to an epsilon falls with the square of the spacing.
     h = max(finest, min(tilt.step_deviation / 16, math.sqrt(_ERROR / (6 * total * tilt.rate))))
     return compose(each, tilt, h, mass, focus)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dpcore.accountants.accountant import DELTA_RULE, count
+from dpcore.accountants.accountant import BINS, DELTA_RULE, Rate, count
 from dpcore.accountants.registry import create_accountant
 from dpcore.arguments import check_number
 
@@ -24,6 +24,7 @@ def get_noise_multiplier(
     accountant: str = "prv",
     epsilon_tolerance: float | None = None,
     sigma_tolerance: float = 1e-6,
+    sampling: str = "poisson",
     **kwargs: Any,
 ) -> float:
     """Return the smallest noise multiplier whose epsilon does not exceed the target.
@@ -39,6 +40,8 @@ def get_noise_multiplier(
         accountant: The accountant's name.
         epsilon_tolerance: Accepted for compatibility and not needed.
         sigma_tolerance: The result is above the smallest σ by no more than this.
+        sampling: "poisson"; or, for epochs of round(1 / sample_rate) batches of which a begun one counts whole,
+            "bins" or "shuffle".
         **kwargs: Options of the accountant's ``get_epsilon``.
 
     Raises:
@@ -48,11 +51,11 @@ def get_noise_multiplier(
     check_number("target_epsilon", target_epsilon, lambda e: 0.0 < e < math.inf, rule)
     check_number("target_delta", target_delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
     check_number("sigma_tolerance", sigma_tolerance, lambda t: t > 0.0, "it must be above 0, for instance 1e-6")
-    steps = count_steps(sample_rate, epochs, steps)
+    rate, number = counted_as(sampling, sample_rate, epochs, steps)
 
     def epsilon(sigma: float) -> float:
         judge = create_accountant(accountant)
-        count(judge, sigma, sample_rate, steps)
+        count(judge, sigma, rate, number)
         return judge.get_epsilon(target_delta, **kwargs)
 
     return _smallest(epsilon, target_epsilon, sigma_tolerance)
@@ -78,6 +81,24 @@ def count_steps(sample_rate: float, epochs: float | None = None, steps: int | No
         round_steps = math.ceil(1 / sample_rate * (1 - 1e-12))
         return math.ceil(epochs * round_steps * (1 - 1e-12))
     return steps
+
+
+def counted_as(
+    sampling: str, sample_rate: float, epochs: float | None = None, steps: int | None = None
+) -> tuple[Rate, int]:
+    """Return the rate and the number under which an accountant counts so many rounds, or steps.
+
+    Raises:
+        ValueError: there is no such sampler; or as :func:`count_steps`.
+    """
+    if sampling not in ("poisson", BINS, "shuffle"):
+        raise ValueError(f"sampling is {sampling!r}; it must be 'poisson', 'bins' or 'shuffle'.")
+    of_poisson = count_steps(sample_rate, epochs, steps)
+    if sampling == "poisson":
+        return sample_rate, of_poisson
+    bins = max(1, round(1 / sample_rate))
+    begun = -(-of_poisson // bins) if epochs is None else math.ceil(epochs * (1 - 1e-12))
+    return (BINS, bins) if sampling == BINS and bins > 1 else 1.0, begun
 
 
 def customary_delta(examples: int) -> float:

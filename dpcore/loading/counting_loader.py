@@ -99,7 +99,7 @@ class CountingDataLoader(DataLoader[Any]):
             self.collate_fn, vars(self)["batch_sampler"] = collate, sampler
         # Persistent workers go on with the iterator of the first round.
         drawn = getattr(made, "_index_sampler", None)
-        each = rows_per_unit(self.dataset) or 1
+        each, epoch_of = rows_per_unit(self.dataset) or 1, getattr(sampler, "epoch_of", lambda draw: None)
         for batch in made:
             rows = None
             if isinstance(batch, _Made):
@@ -108,7 +108,7 @@ class CountingDataLoader(DataLoader[Any]):
                 _check_data_set(drawn.sizes.popleft() * each, rows)
             draw = self._take(begun)
             rows = batch_length(batch) if rows is None else rows
-            hand_out(self, self.handed_out, self.source, draw, units_in(rows, each))
+            hand_out(self, self.handed_out, self.source, draw, units_in(rows, each), epoch_of(draw))
             yield batch
 
 

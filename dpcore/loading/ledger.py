@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from dpcore.errors import PrivacyError, trainer_hint
 
-Source = float | None
-"""A Poisson loader's sample rate; None for loaders without Poisson sampling."""
+Source = float | tuple[str, int] | None
+"""A Poisson loader's sample rate; of a loader that deals epochs how, and into how many; None for all others."""
 
 LOOKED_AT = 1024
 """Only so many of the newest unused batches may still be used, which bounds the search."""
@@ -29,7 +29,8 @@ class Batch:
 
     ``loader``: its loader's name in this process. ``number``: how many batches the loader has handed out with it.
     ``source``: the rate at which it was drawn. ``draw``: its number among the draws of the loader's sampler, None where
-    that is not known. ``examples``: how many it is made of.
+    that is not known. ``examples``: how many it is made of. ``epoch``: the name of the dealt epoch that it is of, None
+    where none is dealt or it is not known.
     """
 
     loader: int
@@ -37,6 +38,7 @@ class Batch:
     source: Source
     draw: int | None
     examples: int
+    epoch: str | None = None
 
 
 class Unused:
@@ -44,6 +46,7 @@ class Unused:
 
     def __init__(self) -> None:
         self.of: defaultdict[Source, deque[Batch]] = defaultdict(partial(deque, maxlen=LOOKED_AT))
+        self.epochs: defaultdict[Source, dict[str, None]] = defaultdict(dict)  # of all batches, used or not
         _ALL.add(self)
 
 
@@ -67,12 +70,16 @@ def give(loader: Any, owner: Unused) -> None:
     _OWNERS.setdefault(loader, WeakSet()).add(owner)
 
 
-def hand_out(loader: Any, number: int, source: Source, draw: int | None, examples: int) -> None:
+def hand_out(
+    loader: Any, number: int, source: Source, draw: int | None, examples: int, epoch: str | None = None
+) -> None:
     """Note that ``loader`` has handed out a batch made of ``examples`` examples of its data set."""
     Ledger.poisson_batches += source is not None
-    batch = Batch(name_of(loader), number, source, draw, examples)
+    batch = Batch(name_of(loader), number, source, draw, examples, epoch)
     for unused in list(_OWNERS.get(loader, _ALL)):
         unused.of[source].append(batch)
+        if epoch is not None:
+            unused.epochs[source][epoch] = None
 
 
 class Ledger:

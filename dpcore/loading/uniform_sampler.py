@@ -104,6 +104,23 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             self._generator = torch.Generator().manual_seed(self.seed % 2**63)
         return self._generator
 
+    @property
+    def kind(self) -> str:
+        """How batches are drawn, in a word."""
+        return "poisson" if self.max_batch_size is None else "truncated"
+
+    @property
+    def source(self) -> float | tuple[str, int]:
+        """Under what the ledger knows the batches."""
+        return self.sample_rate
+
+    def epoch_of(self, draw: int | None) -> str | None:
+        """Return the name of the dealt epoch of a draw; None where there is none, or it is not known."""
+        return None
+
+    def begin(self) -> None:
+        """Make ready for an iteration."""
+
     def __len__(self) -> int:
         return self.steps
 

@@ -184,6 +184,11 @@ class ExtendedSetup(Setup):
                 f"max_batch_size is {settings['max_batch_size']}, and {kind}._prepare_data_loader() returned a loader "
                 f"with max_batch_size={most}; give it to the DPDataLoader there."
             )
+        if settings["sampling"] not in (None, made.kind):
+            raise ValueError(
+                f"sampling is {settings['sampling']!r}, and {kind}._prepare_data_loader() returned a loader with "
+                f"sampling={made.kind!r}; give it to the DPDataLoader there."
+            )
         return made, made.sample_rate
 
     def recorded(self) -> Any:

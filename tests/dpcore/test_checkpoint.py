@@ -83,6 +83,7 @@ def test_a_file_has_the_entries_that_earlier_versions_wrote(tmp_path) -> None:
     assert set(now) - {"cuda_rng", "runs"} == set(before) - {"weights_one_round_later", "epsilon_one_round_later"}
     assert set(now["privacy_state"]) == set(before["privacy_state"])
     new = {"clipping": "flat", "unit": "one example", "the users' rows": None, "max_batch_size": None}
+    new |= {"sampling": "poisson"}
     assert now["setting"] == before["setting"] | new
 
 
