@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
@@ -29,6 +29,7 @@ from dpcore.noise import GaussianNoise, grid_spacing
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 
 EXAMPLES, RATE, CLIP, DIVISOR = 40, 0.25, 0.5, 10
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def model(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> nn.Module:
@@ -59,9 +60,9 @@ def private(
     module = model(dtype, dropout)
     if how == "replicated":
         module = DPDDP(module)
-    elif how == "sharded":
+    elif how != "alone":
         for layer in (module[0], module[4], module):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(layer, **sharding(how))
     return engine, *engine.make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5),
@@ -69,6 +70,24 @@ def private(
         noise_multiplier=sigma,
         **{"max_grad_norm": CLIP, "sample_rate": rate, "expected_batch_size": DIVISOR} | options,
     )
+
+
+def sharding(how: str) -> dict[str, Any]:
+    """Arguments of fully_shard: one mesh, two groups with a copy each, columns of matrices, or narrow computing."""
+    size = dist.get_world_size()
+    shape, names = ((2, size // 2), ("copies", "shards")) if how == "hybrid" else ((size,), ("shards",))
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if how == "columns":
+        options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
+    if how == "narrow":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return options
+
+
+def ways() -> list[str]:
+    """How a model can be held here."""
+    shards = hasattr(torch.cpu.Stream, "record_event")
+    return ["replicated", *(["sharded", "columns"] if shards else []), *(["hybrid"] if shards and WORLD > 1 else [])]
 
 
 def step(module: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -201,14 +220,15 @@ def _counted(drawn: list[int], add: Any, target: torch.Tensor, *rest: Any) -> to
 
 
 def _noted(released: list[torch.Tensor], optimizer: Any, divide: Any) -> None:
-    released.append(torch.cat([p.grad.flatten() for p in optimizer.accumulator.parameters.values()]))
+    grads = (p.grad for p in optimizer.accumulator.targets.values())
+    released.append(torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads]))
     divide()
 
 
 def check_shares() -> Any:
     """Noise alone, of an empty batch: whether it is one process's, and how many numbers this rank has drawn."""
     found = {}
-    for how in ("replicated", "sharded") if hasattr(torch.cpu.Stream, "record_event") else ("replicated",):
+    for how in ways():
         _, module, optimizer, _ = private(1.0, torch.float32, how=how, check_batches=False)
         drawn: list[int] = []
         optimizer.noise.add_ = partial(_counted, drawn, optimizer.noise.add_)
@@ -240,11 +260,66 @@ def step_in_half_precision() -> bool:
     return bool(weights(module).isfinite().all())
 
 
+def rounded_in_mixed_precision(sigma: float) -> float:
+    """Return the share of bfloat16 numbers in what a model with float32 shards that computes in bfloat16 releases."""
+    _, module, optimizer, _ = private(sigma, torch.float32, how="narrow", check_batches=False)
+    released: list[torch.Tensor] = []
+    optimizer.scale_grad = partial(_noted, released, optimizer, optimizer.scale_grad)
+    x, y = data(torch.float32)[:8][:2]
+    optimizer.zero_grad()
+    F.cross_entropy(module(x).float(), y).backward()
+    optimizer.step()
+    assert released[0].dtype == torch.float32
+    found = released[0][released[0] != 0]
+    return float((found == found.bfloat16().float()).float().mean())
+
+
+class Positions(nn.Module):
+    """A layer at all positions; outputs [B, 2], the mean over positions with signs that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(192, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        signs = 1.0 - 2.0 * (torch.arange(x.shape[1]) % 2)
+        return (self.layer(x) * signs[:, None]).mean(1).unflatten(1, (2, 96)).mean(2)
+
+
+def extremes(length: int, how: str) -> torch.Tensor:
+    """Return what a step moves on examples whose positions cancel more and more, one of them with huge numbers."""
+    torch.manual_seed(0)
+    module: nn.Module = Positions()
+    start = weights(module)
+    if how != "alone":
+        fully_shard(module, **sharding(how))
+    noise = torch.randn(8, length, 192, generator=torch.Generator().manual_seed(2))
+    same = torch.randn(8, 1, 192, generator=torch.Generator().manual_seed(3))
+    x = same + noise * torch.tensor([1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-5, 1.0, 1.0])[:, None, None]
+    x[6] *= 1e25
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=1e4),
+            data_loader=DataLoader(TensorDataset(x), batch_size=8),
+            noise_multiplier=0.0,
+            max_grad_norm=0.01,
+            expected_batch_size=1,
+            check_batches=False,
+        )
+    mine = torch.arange(8)[slice(None) if how == "alone" else slice(dist.get_rank(), None, WORLD)]
+    F.cross_entropy(private_module(x[mine]), mine % 2).backward()
+    optimizer.step()
+    return weights(module) - start
+
+
 def check_sharded(folder: Path) -> Any:
     """The same by fully_shard; whole batches, then pieces of two, then a resume."""
     found = {
         "sums": {str(dtype): train(0.0, dtype, how="sharded") for dtype in (torch.float64, torch.float32)},
         "pieces": train(1.0, torch.float64, size=2, how="sharded"),
+        "hybrid": train(1.0, torch.float64, size=2, how="hybrid" if WORLD > 1 else "columns"),
         "resume": check_resume(folder, how="sharded"),
     }
     _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
@@ -255,6 +330,8 @@ def check_sharded(folder: Path) -> Any:
     scheduler.step()
     step(module, optimizer, x, y)
     found["moved at a learning rate of 0"] = float((weights(module) - before).abs().max())
+    found["rounded"] = [rounded_in_mixed_precision(sigma) for sigma in (0.0, 1.0)]
+    found["extremes"] = [[extremes(length, how) for how in ("alone", "sharded")] for length in (6, 400)]
     found["half precision"] = step_in_half_precision()
     inner = module._module.module
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
