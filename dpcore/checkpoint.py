@@ -291,6 +291,8 @@ class Checkpoint:
             optimizer.noise.seed = secrets.randbits(128)
             if isinstance(optimizer.run.loader, DPDataLoader):
                 optimizer.run.loader.sampler_state.seed = secrets.randbits(128)
+            if optimizer.ranks is not None:
+                optimizer.ranks.join_batches(optimizer.run.loader)
             found = True
         return found
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -17,6 +18,7 @@ from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.ledger import Source
 from dpcore.loading.uniform_sampler import (
+    DealtUniformWithReplacementSampler,
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
     drawn_seed,
@@ -80,6 +82,22 @@ def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in (*names, "persistent_workers")}
 
 
+def _sampler_of_ranks(
+    shares: str, max_batch_size: int | None, secure: bool, **drawn: Any
+) -> UniformWithReplacementSampler:
+    if shares not in ("owned", "dealt"):
+        raise ValueError(f"shares is {shares!r}; it must be 'owned' or 'dealt'.")
+    if shares == "dealt" and not secure:
+        return DealtUniformWithReplacementSampler(max_batch_size=max_batch_size, **drawn)
+    if max_batch_size is not None:
+        raise UnsupportedError(
+            "max_batch_size is for one process, or for ranks among which one batch is dealt: here each draws its own "
+            "part, and none knows how long the batch is. Leave it out; max_physical_batch_size bounds what a rank has "
+            "in work at once."
+        )
+    return DistributedUniformWithReplacementSampler(secure=secure, **drawn)
+
+
 class _Collate:
     """``collate`` that also knows an empty batch: what batches of the first example, once and twice, tell of it."""
 
@@ -109,6 +127,10 @@ class DPDataLoader(CountingDataLoader):
         steps: Batches a round, where not ceil(1 / sample_rate).
         distributed: Whether every rank of the process group draws its own part of each batch; ``sample_rate`` is then
             an example's chance to be in the union.
+        shares: What a rank's part is. "dealt": positions r, r + ranks, ... of the batch that one process would
+            draw; the seed must be the same on all ranks (make_private sees to it), and each must hold the whole data.
+            "owned": the rank draws among the examples r, r + ranks, ... of the data, which no other rank has to hold;
+            so does a ``secure`` loader.
         generator: Draws the seed, in place of ``seed``.
         max_batch_size: The most examples of a batch (truncated Poisson sampling); of a longer one so many are kept, at
             random. The accountant must know of it, as it does from make_private: see docs/privacy.md.
@@ -116,7 +138,7 @@ class DPDataLoader(CountingDataLoader):
 
     Raises:
         ValueError: the data set has no length, or a number is out of its range.
-        UnsupportedError: there is a longest batch for several ranks, each of which knows its own part alone.
+        UnsupportedError: there is a longest batch for ranks each of which knows its own part alone.
     """
 
     def __init__(
@@ -129,6 +151,7 @@ class DPDataLoader(CountingDataLoader):
         secure: bool = False,
         steps: int | None = None,
         distributed: bool = False,
+        shares: str = "owned",
         generator: torch.Generator | None = None,
         max_batch_size: int | None = None,
         **options: Any,
@@ -140,22 +163,19 @@ class DPDataLoader(CountingDataLoader):
             )
         if generator is not None:
             seed = drawn_seed(generator)
-        if distributed and max_batch_size is not None:
-            raise UnsupportedError(
-                "max_batch_size is for one process: several ranks draw parts of a batch, and none knows how long it "
-                "is. Leave it out; max_physical_batch_size bounds what a rank has in work at once."
-            )
         self._rounds = 0
         self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
+        self._newest: int | None = None
+        """The number of the draw of the newest batch, None where it is not known."""
         self.distributed = distributed
-        size = len(dataset)
-        drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "secure": secure, "steps": steps}
-        sampler = (
-            DistributedUniformWithReplacementSampler(total_size=size, **drawn)
-            if distributed
-            else UniformWithReplacementSampler(num_samples=size, max_batch_size=max_batch_size, **drawn)
-        )
+        drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "steps": steps}
+        if not distributed:
+            sampler = UniformWithReplacementSampler(
+                num_samples=len(dataset), max_batch_size=max_batch_size, secure=secure, **drawn
+            )
+        else:
+            sampler = _sampler_of_ranks(shares, max_batch_size, total_size=len(dataset), secure=secure, **drawn)
         super().__init__(
             dataset,
             batch_sampler=sampler,
@@ -175,6 +195,7 @@ class DPDataLoader(CountingDataLoader):
         seed: int | None = None,
         secure: bool = False,
         distributed: bool = False,
+        shares: str = "owned",
         generator: torch.Generator | None = None,
         rand_on_empty: bool = False,
         max_batch_size: int | None = None,
@@ -188,6 +209,7 @@ class DPDataLoader(CountingDataLoader):
             seed: Makes the batches reproducible; None: the generator draws it, or else it is secret.
             secure: Whether to draw from the operating system's cryptographic generator.
             distributed: Whether every rank draws its own part of each batch.
+            shares: "dealt" or "owned"; a DPDataLoader keeps its own.
             generator: Draws the seed, in place of ``seed``; None: that of ``loader``, where it has one and neither
                 ``seed`` nor ``secure`` says otherwise.
             rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one.
@@ -239,6 +261,7 @@ class DPDataLoader(CountingDataLoader):
             seed=seed,
             secure=secure,
             distributed=distributed,
+            shares=shares,
             generator=generator,
             max_batch_size=max_batch_size,
             **worker_options(loader),
@@ -289,11 +312,29 @@ class DPDataLoader(CountingDataLoader):
     def _take(self, begun: list[int]) -> int | None:
         super()._take(begun)
         begun[1] += 1
+        self._newest = self._draw_of(begun)
+        return self._newest
+
+    def _draw_of(self, begun: list[int]) -> int | None:
         if not self.num_workers:
             return self.sampler_state.drawn - 1
         # Workers draw ahead, and rounds that are open at once draw in turn.
         known = begun is self._open and self._rounds == 1 and getattr(self, "in_order", True)
         return begun[0] + begun[1] - 1 if known else None
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether this rank's batches are parts of lists that all ranks draw."""
+        return isinstance(self.batch_sampler, DealtUniformWithReplacementSampler) and self.batch_sampler.is_joint
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks at a step, if each is to have another part of one list.
+
+        How many batches were handed out, and the draw of the newest: where it is not known, what no other rank has.
+        """
+        unknown = self._newest is None and self.handed_out
+        return self.handed_out, f"not known to rank {dist.get_rank()}" if unknown else self._newest
 
     @property
     def source(self) -> Source:
@@ -351,14 +392,14 @@ class DPDataLoader(CountingDataLoader):
     def among(self) -> dict[str, str]:
         """Among how many examples a batch is drawn, by how many ranks, and how many it has at most.
 
-        (0 ranks: by one process, whole; at most 0: any number.) With seed, rate and number of the draw this decides a
-        batch.
+        (0 ranks: as by one process, whole; at most 0: any number.) With seed, rate and number of the draw this decides
+        a batch.
         """
         sampler = self.sampler_state
         most = str(sampler.max_batch_size or 0)
         return {
             "examples": str(sampler.num_samples),
-            "ranks": str(getattr(sampler, "num_replicas", 0)),
+            "ranks": str(sampler.owners),
             "at most": most,
         }
 

@@ -95,10 +95,15 @@ class Ranks:
         high, middle, low = words.tolist()
         return (high << 124 | middle << 62 | low) % 2**128
 
-    def join_noise(self, noise: Seeded) -> None:
-        """Give all ranks one seed where some have gone on with other noise: each draws its part of one stream."""
-        if self._differing({"seed": noise.seed}):
-            noise.seed = derived_seed(0, *self.gather(noise.seed))
+    def join_seed(self, source: Seeded) -> None:
+        """Give all ranks one seed where some have another: each draws its part of one stream."""
+        if self._differing({"seed": source.seed}):
+            source.seed = derived_seed(0, *self.gather(source.seed))
+
+    def join_batches(self, loader: Any) -> None:
+        """Give all ranks one seed of the batches of a loader that each takes a part of."""
+        if getattr(loader, "is_dealt", False):
+            self.join_seed(loader.sampler_state)
 
     def _differing(self, values: dict[str, Any]) -> list[str]:
         """Return the names of the values whose text is not the same on all ranks."""

@@ -304,6 +304,8 @@ class PrivacyEngine(ExtensionPoints):
         checkpoint.random.restore()
         checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
         checkpoint.restore_batches(data_loader, optimizer)
+        if ranks is not None:
+            ranks.join_batches(data_loader)
         return without_seeds(checkpoint.entries())
 
     @staticmethod

@@ -245,7 +245,7 @@ class DPOptimizer(ClippingOptimizer):
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
             self.run.name_noise(self.noise, self.steps)
             if self.ranks is not None and self.noise.has_addresses:
-                self.ranks.join_noise(self.noise)
+                self.ranks.join_seed(self.noise)
             for param in self.accumulator.names:
                 param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
             self.add_noise()

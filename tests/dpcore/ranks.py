@@ -241,6 +241,16 @@ def check_shares() -> Any:
     return found
 
 
+def check_same() -> Any:
+    """Noisy steps in float32 by every way to hold the model."""
+    return {how: train(1.0, torch.float32, how=how) for how in ways()}
+
+
+def check_cut() -> Any:
+    """Batches of six examples at most, of all ranks together."""
+    return train(0.0, torch.float64, max_batch_size=6)
+
+
 def check_branches() -> Any:
     """The noise's seeds of all ranks behind a step before which the last rank went on with other noise, alone."""
     _, module, optimizer, _ = private(1.0, torch.float32, check_batches=False)
@@ -413,6 +423,12 @@ def check_refusals() -> Any:
     _, module, optimizer, _ = private(1.0, check_batches=False)
     optimizer.noise_multiplier = 1.0 + rank
     found["schedule"] = refusal(lambda: step(module, optimizer, *data()[:4][:2]))
+    _, module, optimizer, batches = private(1.0)
+    handed_out = iter(batches)
+    for _ in range(rank):
+        next(handed_out)
+    x, y, _ = next(handed_out)
+    found["left out"] = refusal(lambda: step(module, optimizer, x, y))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         private(how="alone")

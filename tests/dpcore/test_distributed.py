@@ -26,6 +26,8 @@ CHECKS = [
     "units",
     "noise",
     "shares",
+    "same",
+    "cut",
     "branches",
     "secure",
     "empty",
@@ -77,6 +79,26 @@ def test_the_noises_bits_are_those_of_one_process_and_each_rank_draws_its_share(
         assert sum(r["shares"][how]["drawn"] for r in found) == report["of"]
         # Shards are whole rows, so that those of small parameters differ.
         assert abs(report["drawn"] - report["of"] / len(found)) < (1 if how == "replicated" else 0.3 * report["of"])
+
+
+def test_batches_and_updates_are_those_of_one_process_however_the_model_is_held(found):
+    alone = ranks.train(1.0, torch.float32, how="alone")
+    start = ranks.weights(ranks.model(torch.float32))
+    moved = (alone["weights"] - start).norm(dim=1)
+    for how in found[0]["same"]:
+        reports = [report["same"][how] for report in found]
+        assert [sorted(batch) for batch in union(reports)] == [sorted(batch) for batch in alone["batches"]]
+        for lengths in zip(*([*map(len, report["batches"])] for report in reports), strict=True):
+            assert max(lengths) - min(lengths) <= 1
+        for report in reports:
+            assert float(((report["weights"] - alone["weights"]).norm(dim=1) / moved).max()) < 1e-6
+            assert report["accounted"] == alone["accounted"]
+
+
+def test_the_longest_batch_is_that_of_all_ranks_together(found):
+    alone = ranks.train(0.0, torch.float64, how="alone", max_batch_size=6)
+    assert max(map(len, alone["batches"])) == 6
+    assert [sorted(b) for b in union([r["cut"] for r in found])] == [sorted(b) for b in alone["batches"]]
 
 
 def test_ranks_of_which_one_goes_on_with_other_noise_all_do(found):
@@ -190,6 +212,7 @@ def test_what_the_accountant_would_not_count_is_refused(found):
         assert "data sets differ" in said["other order"]
         assert "repeats some examples" in said["repeats"]
         assert "differ in noise_multiplier" in said["schedule"]
+        assert "differ in the batches" in said["left out"]
         assert "trains a model of its own" in said["alone"]
     assert "did not get an answer" in found[0]["absent"]
 
