@@ -115,6 +115,7 @@ def shard(module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
 
 def _mesh_of(params: Iterable[Parameter]) -> Any:
     """Return the one mesh over which all are sharded; UnsupportedError where there is none."""
+    params = [*params]
     found = {(p.device_mesh, tuple(map(type, p.placements))) if isinstance(p, DTensor) else None for p in params}
     mesh: Any
     mesh, placements = found.pop() or (None, ())
@@ -128,6 +129,11 @@ def _mesh_of(params: Iterable[Parameter]) -> Any:
         raise UnsupportedError(
             f"The mesh of copies and shards has {mesh.size()} of {dist.get_world_size()} processes, and all of them "
             "must train together; make the mesh of all processes."
+        )
+    if any(p.device.type != mesh.device_type for p in params):
+        raise UnsupportedError(
+            f"The shards are not on {mesh.device_type}, where the model computes (CPUOffloadPolicy) and their sums are "
+            "formed; leave the offload policy out."
         )
     return mesh
 

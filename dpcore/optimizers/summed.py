@@ -57,9 +57,10 @@ class SummedGrads:
 
     def check_whole(self, own: bool = False) -> None:
         """Refuse a subclass's ``own`` sums, or the loop's, where those of the module are dealt out to ranks."""
-        if not self.accumulator.sums and (
-            own or any(getattr(p, "summed_grad", None) is not None for p in self.accumulator.parameters.values())
-        ):
+        if self.accumulator.sums:
+            return
+        held = (p for pair in self.accumulator.targets.items() for p in pair)
+        if own or any(getattr(p, "summed_grad", None) is not None for p in held):
             raise UnsupportedError(
                 f"{self.name}.clip_and_accumulate() adds up gradients by itself, or the loop writes p.summed_grad, and "
                 "the module is sharded: no rank holds whole sums, and these would be lost. Train the module in "

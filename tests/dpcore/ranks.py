@@ -219,7 +219,7 @@ def _counted(drawn: list[int], add: Any, target: torch.Tensor, *rest: Any) -> to
     return add(target, *rest)
 
 
-def _noted(released: list[torch.Tensor], optimizer: Any, divide: Any) -> None:
+def noted(released: list[torch.Tensor], optimizer: Any, divide: Any) -> None:
     grads = (p.grad for p in optimizer.accumulator.targets.values())
     released.append(torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads]))
     divide()
@@ -233,7 +233,7 @@ def check_shares() -> Any:
         drawn: list[int] = []
         optimizer.noise.add_ = partial(_counted, drawn, optimizer.noise.add_)
         released: list[torch.Tensor] = []
-        optimizer.scale_grad = partial(_noted, released, optimizer, optimizer.scale_grad)
+        optimizer.scale_grad = partial(noted, released, optimizer, optimizer.scale_grad)
         x, y = data(torch.float32)[:0][:2]
         step(module, optimizer, x, y)
         alone = GaussianNoise(7).add_(torch.zeros_like(released[0]), CLIP, 0)
@@ -270,62 +270,10 @@ def step_in_half_precision() -> bool:
     return bool(weights(module).isfinite().all())
 
 
-def rounded_in_mixed_precision(sigma: float) -> float:
-    """Return the share of bfloat16 numbers in what a model with float32 shards that computes in bfloat16 releases."""
-    _, module, optimizer, _ = private(sigma, torch.float32, how="narrow", check_batches=False)
-    released: list[torch.Tensor] = []
-    optimizer.scale_grad = partial(_noted, released, optimizer, optimizer.scale_grad)
-    x, y = data(torch.float32)[:8][:2]
-    optimizer.zero_grad()
-    F.cross_entropy(module(x).float(), y).backward()
-    optimizer.step()
-    assert released[0].dtype == torch.float32
-    found = released[0][released[0] != 0]
-    return float((found == found.bfloat16().float()).float().mean())
-
-
-class Positions(nn.Module):
-    """A layer at all positions; outputs [B, 2], the mean over positions with signs that take turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(192, 192)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        signs = 1.0 - 2.0 * (torch.arange(x.shape[1]) % 2)
-        return (self.layer(x) * signs[:, None]).mean(1).unflatten(1, (2, 96)).mean(2)
-
-
-def extremes(length: int, how: str) -> torch.Tensor:
-    """Return what a step moves on examples whose positions cancel more and more, one of them with huge numbers."""
-    torch.manual_seed(0)
-    module: nn.Module = Positions()
-    start = weights(module)
-    if how != "alone":
-        fully_shard(module, **sharding(how))
-    noise = torch.randn(8, length, 192, generator=torch.Generator().manual_seed(2))
-    same = torch.randn(8, 1, 192, generator=torch.Generator().manual_seed(3))
-    x = same + noise * torch.tensor([1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-5, 1.0, 1.0])[:, None, None]
-    x[6] *= 1e25
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=1e4),
-            data_loader=DataLoader(TensorDataset(x), batch_size=8),
-            noise_multiplier=0.0,
-            max_grad_norm=0.01,
-            expected_batch_size=1,
-            check_batches=False,
-        )
-    mine = torch.arange(8)[slice(None) if how == "alone" else slice(dist.get_rank(), None, WORLD)]
-    F.cross_entropy(private_module(x[mine]), mine % 2).backward()
-    optimizer.step()
-    return weights(module) - start
-
-
 def check_sharded(folder: Path) -> Any:
     """The same by fully_shard; whole batches, then pieces of two, then a resume."""
+    from tests.dpcore import shards  # which imports this file
+
     found = {
         "sums": {str(dtype): train(0.0, dtype, how="sharded") for dtype in (torch.float64, torch.float32)},
         "pieces": train(1.0, torch.float64, size=2, how="sharded"),
@@ -340,8 +288,10 @@ def check_sharded(folder: Path) -> Any:
     scheduler.step()
     step(module, optimizer, x, y)
     found["moved at a learning rate of 0"] = float((weights(module) - before).abs().max())
-    found["rounded"] = [rounded_in_mixed_precision(sigma) for sigma in (0.0, 1.0)]
-    found["extremes"] = [[extremes(length, how) for how in ("alone", "sharded")] for length in (6, 400)]
+    found["secure"] = [shards.released_securely(how) for how in ways()[1:]]
+    found["rounded"] = [shards.rounded_in_mixed_precision(sigma) for sigma in (0.0, 1.0)]
+    found["extremes"] = [[shards.extremes(length, how) for how in ("alone", "sharded")] for length in (6, 400)]
+    found |= shards.refused_in_shards()
     found["half precision"] = step_in_half_precision()
     inner = module._module.module
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
@@ -396,6 +346,39 @@ def check_resume(folder: Path, how: str = "replicated") -> Any:
         with torch.no_grad():
             next(module.parameters())[0] += dist.get_rank()
         found["unequal weights"] = refusal(lambda: step(module, optimizer, *data()[:4][:2]))
+    return found
+
+
+def _steps(count: int, engine: PrivacyEngine, module: nn.Module, optimizer: Any, loader: Any) -> torch.Tensor:
+    for _, (x, y, _) in zip(range(count), loader, strict=False):
+        step(module, optimizer, x, y)
+    return weights(module)
+
+
+def check_keep(folder: Path) -> Any:
+    """Three steps of a sharded model, a checkpoint in which an earlier one is lost, and three more steps."""
+    found = {}
+    for how in ("sharded", "hybrid") if WORLD > 1 else ("sharded",):
+        run = private(1.0, how=how)
+        for count in (2, 1):
+            _steps(count, *run)
+            run[0].save_checkpoint(path=folder / how, module=run[1], optimizer=run[2])
+        dist.barrier()
+        assert len([*folder.glob(f"{how}.*-shards")]) == 1
+        found[how] = _steps(3, *run)
+    return found
+
+
+def check_go_on(folder: Path) -> Any:
+    """The three steps behind the checkpoints of ranks that may have been more, or fewer."""
+    found = {}
+    for how in ("sharded", "hybrid"):
+        run = private(1.0, how="sharded", seed=99)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # new ranks have no random state there
+            if (folder / how).exists():
+                run[0].load_checkpoint(path=folder / how, module=run[1], optimizer=run[2])
+                found[how] = _steps(3, *run)
     return found
 
 
@@ -455,7 +438,7 @@ def main() -> None:
     checks = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
     found = {}
     for name in names:
-        found[name] = checks[name](folder) if name in ("resume", "sharded") else checks[name]()
+        found[name] = checks[name](folder) if name in ("resume", "sharded", "keep", "go_on") else checks[name]()
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     if "absent" in names:
         # The group cannot be taken apart in order, and gloo's threads, still waiting for each other, now and then

@@ -129,6 +129,15 @@ def test_secure_releases_of_all_ranks_lie_on_the_grid(found):
     assert all(torch.equal(r["secure"], released) for r in found)
 
 
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_secure_releases_of_shards_lie_on_the_grid_with_the_total_variance(found):
+    for released in found[0]["sharded"]["secure"]:
+        assert torch.equal(released, released.round())
+        assert float(released.std()) * grid_spacing(0.7 * ranks.CLIP) == pytest.approx(0.7 * ranks.CLIP, rel=0.5)
+    for report in found:
+        assert all(map(torch.equal, report["sharded"]["secure"], found[0]["sharded"]["secure"]))
+
+
 def test_an_empty_batch_is_a_step_with_noise_of_the_total_variance(found):
     draws = found[0]["empty"] / (2.0 * ranks.CLIP / ranks.DIVISOR)
     assert draws.shape[0] == 150
@@ -182,9 +191,24 @@ def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
         assert report["half precision"]
         assert "module.0.weight is used by way of" in report["no rule"]
         assert "fully_shard on the root" in report["in part"]
+        assert "has an ordinary, unclipped gradient" in report["ordinary"]
+        assert "noise has no addresses" in report["no addresses"]
+        assert "no rank holds whole sums" in report["own sums"]
     for sizes in zip(*(report["local"] for report in reports), strict=True):
         assert sum(local for _, local, _ in sizes) == sizes[0][0]
         assert all(local == grad for _, local, grad in sizes)
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), pytest.param((4, 1, 2, 4), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.slow)]
+)
+def test_a_sharded_run_goes_on_at_another_number_of_ranks(sizes, tmp_path):
+    kept = launch(tmp_path, sizes[0], "keep")[0]["keep"]
+    for size in sizes[1:]:
+        for how, went_on in launch(tmp_path, size, "go_on")[0]["go_on"].items():
+            torch.testing.assert_close(went_on, kept[how], rtol=1e-12, atol=1e-13)
+            assert size != sizes[0] or how != "sharded" or torch.equal(went_on, kept[how])
 
 
 @pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
