@@ -57,13 +57,14 @@ class Size:
 # Then for what a review of all this and a newcomer's trial mended. Harness by 255 and tests by 145 for Croissant
 # metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs.
 # Then dpcore by 510 and tests by 90 for sums of sharded models that no rank holds whole, and dpcore by 110 and tests by
-# 80 for batches of one process that are dealt out to ranks, and by 180 and 120 for shards in a folder of their own.
+# 80 for batches of one process that are dealt out to ranks, and by 180 and 120 for shards in a folder of their own; by
+# 171 and 9 for a sharded Llama as an example.
 LIMITS = {
     "harness": Size(lines=38_755, long_classes=0, long_files=5),
-    "dpcore": Size(lines=31_394, long_classes=0, long_files=0),
+    "dpcore": Size(lines=31_565, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_135, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_025, long_classes=0, long_files=0),
-    "tests": Size(lines=55_312, long_classes=0, long_files=16),
+    "tests": Size(lines=55_322, long_classes=0, long_files=16),
 }
 
 
