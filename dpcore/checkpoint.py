@@ -6,13 +6,14 @@ import hashlib
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from dpcore import shards_file
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, warn_caller
@@ -26,6 +27,7 @@ from dpcore.spending import Runs, Spending
 Json = dict[str, Any]
 ACCOUNTANT = "privacy_accountant_state_dict"
 MODULE = "module_state_dict"
+OPTIMIZER = "optimizer_state_dict"
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Checkpoint:
     def entries(self) -> Json:
         """Return the file's entries: a dictionary of plain values and tensors."""
         optional = {
-            "optimizer_state_dict": self.optimizer,
+            OPTIMIZER: self.optimizer,
             "setting": self.settings or None,
             "runs": dict(self.runs),
             "privacy_state": None if self.private is None else asdict(self.private),
@@ -198,7 +200,7 @@ class Checkpoint:
             module=left.pop(MODULE),
             accountant=accountant,
             runs=left.pop("runs", unnamed),
-            optimizer=left.pop("optimizer_state_dict", None),
+            optimizer=left.pop(OPTIMIZER, None),
             settings=left.pop("setting", {}),
             private=None if private is None else PrivateState(**private),
             sampler=left.pop("sampler", None),
@@ -210,24 +212,49 @@ class Checkpoint:
     def save(self, path: Any, ranks: Ranks | None, options: Json) -> None:
         """Write the file: rank 0 (or the only process) to ``path``, the others beside it what is not the same there.
 
+        Shards are in a folder beside it.
+
         Raises:
             ValueError: the module is sharded, and ``path`` is no file name.
         """
         entries = self.entries()
-        if ranks is None or ranks.rank == 0:
-            torch.save(entries, path, **options)
-        elif ranks.sharded:
-            torch.save(entries, _beside(path, ranks), **options)
-        elif isinstance(path, (str, os.PathLike)):
+        if ranks is not None and ranks.sharded:
+            steps = 0 if self.private is None else self.private.steps
+            name = f"{steps}.{ranks.share_seed(None):032x}-{shards_file.FOLDER}"
+            entries = shards_file.put(entries, (MODULE, OPTIMIZER), _beside(path), name, ranks)
+        if ranks is not None and ranks.rank and isinstance(path, (str, os.PathLike)):
             own = {name: entries[name] for name in ("torch_rng", "cuda_rng") if name in entries}
-            torch.save(own | {"steps": entries["privacy_state"]["steps"]}, _beside(path, ranks))
+            torch.save(own | {"steps": entries.get("privacy_state", {}).get("steps")}, _beside(path, ranks))
+        if ranks is None or not ranks.sharded:
+            if ranks is None or ranks.rank == 0:
+                torch.save(entries, path, **options)
+            return
+        shards_file.wait_for(ranks)
+        if ranks.rank == 0:
+            shards_file.write_whole(entries, path, options)
+            shards_file.forget_others(_beside(path), entries)
+        shards_file.wait_for(ranks)
 
     @classmethod
-    def load(cls, path: Any, ranks: Ranks | None, options: Json) -> Checkpoint:
-        """Return what :meth:`save` wrote; with a warning where this rank's random state is missing."""
-        if ranks is not None and ranks.rank > 0 and ranks.sharded:
-            return cls.from_entries(_read(_beside(path, ranks), options))
+    def load(
+        cls, path: Any, ranks: Ranks | None, options: Json, like: Callable[[tuple[Any, ...]], Any] | None = None
+    ) -> Checkpoint:
+        """Return what :meth:`save` wrote; with a warning where this rank's random state is missing.
+
+        ``like``: gives, for the keys that lead to a sharded tensor, one that is sharded as it shall be; None where
+        tensors are of no interest.
+        """
         entries = _read(path, options)
+        in_folder = isinstance(entries, Mapping) and shards_file.FOLDER in entries
+        if in_folder and like is not None and (ranks is None or not ranks.sharded):
+            raise PrivacyError(
+                f"{path} is the checkpoint of a sharded module, and this one is whole; apply fully_shard to it (one "
+                "process is enough) before make_private, or load the weights alone by torch.distributed.checkpoint."
+            )
+        if ranks is not None and ranks.rank and ranks.sharded and not in_folder:  # of an earlier version
+            return cls.from_entries(_read(_beside(path, ranks), options))
+        if in_folder and ranks is not None and like is not None:
+            entries = shards_file.bring_back(dict(entries), _beside(path), ranks, like)
         if ranks is not None and ranks.rank > 0:
             entries = _with_random_state_of(ranks, path, entries)
         return cls.from_entries(entries)
@@ -292,6 +319,8 @@ class Checkpoint:
             optimizer.noise.seed = secrets.randbits(128)
             if isinstance(optimizer.run.loader, DPDataLoader):
                 optimizer.run.loader.sampler_state.seed = secrets.randbits(128)
+            if optimizer.ranks is not None:
+                optimizer.ranks.join_batches(optimizer.run.loader)
             found = True
         return found
 
@@ -317,6 +346,20 @@ class Checkpoint:
         for name, scheduler in schedulers.items():
             if name in self.schedulers:
                 scheduler.load_state_dict(self.schedulers[name])
+
+
+def sharded_as(module: Any, optimizer: DPOptimizer | None, keys: tuple[Any, ...]) -> Any:
+    """Return a tensor that is sharded as that of a file's entries shall be to which ``keys`` lead; None: there is none.
+
+    An optimizer's state is sharded as the parameter is that it belongs to.
+    """
+    if keys[0] == MODULE:
+        return module.state_dict().get(keys[1])
+    if optimizer is None or keys[:2] != (OPTIMIZER, "state"):
+        return None
+    inner = getattr(optimizer.original_optimizer, "inner", optimizer.original_optimizer)
+    params = [param for group in inner.param_groups for param in group["params"]]
+    return params[keys[2]] if keys[2] < len(params) else None
 
 
 def next_batch(optimizer: DPOptimizer, data_loader: DPDataLoader, position: Json) -> NextBatch:
@@ -370,10 +413,10 @@ def _with_random_state_of(ranks: Ranks, path: Any, entries: Json) -> Json:
     return shared
 
 
-def _beside(path: Any, ranks: Ranks) -> str:
+def _beside(path: Any, ranks: Ranks | None = None) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(
-            f"path is a {type(path).__name__}; every rank of a sharded module keeps a file of its own, so give a file "
-            "name."
+            f"path is a {type(path).__name__}; the ranks of a sharded module write files of their own beside it, so "
+            "give a file name."
         )
-    return f"{os.fspath(path)}.rank{ranks.rank}"
+    return os.fspath(path) if ranks is None else f"{os.fspath(path)}.rank{ranks.rank}"

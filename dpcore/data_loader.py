@@ -19,6 +19,7 @@ from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.epoch_sampler import EPOCHS, SHUFFLE, EpochSampler, check_sampling, epoch_sampler
 from dpcore.loading.ledger import Source
 from dpcore.loading.uniform_sampler import (
+    DealtUniformWithReplacementSampler,
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
     drawn_seed,
@@ -112,22 +113,85 @@ def _sampler(
     sampling: str,
     examples: int,
     *,
+    shares: str | None,
     steps: int | None,
     max_batch_size: int | None,
     drop_last: bool,
-    distributed: bool,
     **drawn: Any,
 ) -> UniformWithReplacementSampler:
+    """Return the sampler; ``shares``: what a rank's part of a batch is, None for one process."""
     if sampling not in EPOCHS:
-        if distributed:
-            return DistributedUniformWithReplacementSampler(total_size=examples, steps=steps, **drawn)
-        return UniformWithReplacementSampler(num_samples=examples, steps=steps, max_batch_size=max_batch_size, **drawn)
+        drawn |= {"steps": steps}
+        if shares is None:
+            return UniformWithReplacementSampler(num_samples=examples, max_batch_size=max_batch_size, **drawn)
+        return _sampler_of_ranks(shares, max_batch_size, total_size=examples, **drawn)
     if steps is not None:
         raise ValueError(f"steps is {steps}, and a round of sampling={sampling!r} is one epoch; leave it out.")
     rate = check_number("sample_rate", drawn.pop("sample_rate"), lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
-    ranks = (dist.get_rank(), dist.get_world_size()) if distributed else None
+    ranks = None if shares is None else (dist.get_rank(), dist.get_world_size())
+    if ranks is not None:
+        _check_own_part(max_batch_size)
     drawn |= {"distributed": ranks, "drop_last": drop_last, "max_batch_size": max_batch_size}
     return epoch_sampler(sampling, examples, rate, **drawn)
+
+
+def _sampler_of_ranks(
+    shares: str, max_batch_size: int | None, secure: bool, **drawn: Any
+) -> UniformWithReplacementSampler:
+    if shares not in ("owned", "dealt"):
+        raise ValueError(f"shares is {shares!r}; it must be 'owned' or 'dealt'.")
+    if shares == "dealt" and not secure:
+        return DealtUniformWithReplacementSampler(max_batch_size=max_batch_size, **drawn)
+    _check_own_part(max_batch_size)
+    return DistributedUniformWithReplacementSampler(secure=secure, **drawn)
+
+
+def _check_own_part(max_batch_size: int | None) -> None:
+    if max_batch_size is not None:
+        raise UnsupportedError(
+            "max_batch_size is for one process, or for ranks among which one batch is dealt: here each draws its own "
+            "part, and none knows how long the batch is. Leave it out; max_physical_batch_size bounds what a rank has "
+            "in work at once."
+        )
+
+
+def _check_built(loader: DPDataLoader, distributed: bool, secure: bool) -> None:
+    """Refuse a loader that was built for another number of ranks, or with a seed for secure mode."""
+    if loader.distributed != distributed:
+        raise PrivacyError(
+            f"The loader was built with distributed={loader.distributed} for a module that is trained by "
+            f"{'several ranks' if distributed else 'one process'}; every example would be drawn at another "
+            f"rate than the accountant counts. Build it with distributed={distributed}."
+        )
+    if secure and not loader.sampler_state.secure:
+        raise PrivacyError(
+            "secure_mode draws batches from the operating system's generator, but this DPDataLoader draws them "
+            "from a seed, and whoever knows it knows which examples were in each batch. Build it with "
+            "secure=True."
+        )
+
+
+def _check_numbered(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise UnsupportedError(
+            "Poisson sampling draws examples by number, and the loader's data set is an IterableDataset, which has "
+            "none; use a map-style data set (with __len__ and __getitem__), or pass poisson_sampling=False with a "
+            "sample_rate that bounds every example's chance, and expected_batch_size."
+        )
+
+
+def _check_own_draws(
+    sampler: UniformWithReplacementSampler, size: int, sample_rate: float | None, distributed: bool, secure: bool
+) -> None:
+    """Refuse a sampler of the loader's own that draws otherwise than the run is to."""
+    rate = sampler.sample_rate
+    if distributed or sampler.num_samples != size or sample_rate not in (None, rate) or secure > sampler.secure:
+        how = "securely" if sampler.secure else "by a seed"
+        raise UnsupportedError(
+            f"The loader's {type(sampler).__name__} draws from {sampler.num_samples} of {size} examples at the "
+            f"rate {rate:.6g} in one process, {how}, and this run is to draw otherwise. Pass a loader with a batch "
+            "size and no batch_sampler, and the rate as sample_rate=."
+        )
 
 
 class DPDataLoader(CountingDataLoader):
@@ -144,6 +208,10 @@ class DPDataLoader(CountingDataLoader):
         steps: Batches a round, where not ceil(1 / sample_rate).
         distributed: Whether every rank of the process group draws its own part of each batch; ``sample_rate`` is then
             an example's chance to be in the union.
+        shares: What a rank's part is. "dealt": positions r, r + ranks, ... of the batch that one process would
+            draw; the seed must be the same on all ranks (make_private sees to it), and each must hold the whole data.
+            "owned": the rank draws among the examples r, r + ranks, ... of the data, which no other rank has to hold;
+            so does a ``secure`` loader.
         generator: Draws the seed, in place of ``seed``.
         max_batch_size: The most examples of a batch (truncated Poisson sampling); of a longer one so many are kept, at
             random. The accountant must know of it, as it does from make_private: see docs/privacy.md.
@@ -156,7 +224,7 @@ class DPDataLoader(CountingDataLoader):
 
     Raises:
         ValueError: the data set has no length, or a number is out of its range.
-        UnsupportedError: there is a longest batch for several ranks, each of which knows its own part alone.
+        UnsupportedError: there is a longest batch for ranks each of which knows its own part alone.
     """
 
     def __init__(
@@ -169,6 +237,7 @@ class DPDataLoader(CountingDataLoader):
         secure: bool = False,
         steps: int | None = None,
         distributed: bool = False,
+        shares: str = "owned",
         generator: torch.Generator | None = None,
         max_batch_size: int | None = None,
         sampling: str = "poisson",
@@ -182,19 +251,16 @@ class DPDataLoader(CountingDataLoader):
             )
         if generator is not None:
             seed = drawn_seed(generator)
-        if distributed and max_batch_size is not None:
-            raise UnsupportedError(
-                "max_batch_size is for one process: several ranks draw parts of a batch, and none knows how long it "
-                "is. Leave it out; max_physical_batch_size bounds what a rank has in work at once."
-            )
         check_sampling(sampling, max_batch_size)
         self._rounds = 0
         self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
+        self._newest: int | None = None
+        """The number of the draw of the newest batch, None where it is not known."""
         self.distributed = distributed
         drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "secure": secure, "steps": steps}
-        drawn |= {"max_batch_size": max_batch_size, "drop_last": drop_last, "distributed": distributed}
-        sampler = _sampler(sampling, len(dataset), **drawn)
+        drawn |= {"max_batch_size": max_batch_size, "drop_last": drop_last}
+        sampler = _sampler(sampling, len(dataset), shares=shares if distributed else None, **drawn)
         super().__init__(
             dataset,
             batch_sampler=sampler,
@@ -214,6 +280,7 @@ class DPDataLoader(CountingDataLoader):
         seed: int | None = None,
         secure: bool = False,
         distributed: bool = False,
+        shares: str = "owned",
         generator: torch.Generator | None = None,
         rand_on_empty: bool = False,
         max_batch_size: int | None = None,
@@ -228,6 +295,7 @@ class DPDataLoader(CountingDataLoader):
             seed: Makes the batches reproducible; None: the generator draws it, or else it is secret.
             secure: Whether to draw from the operating system's cryptographic generator.
             distributed: Whether every rank draws its own part of each batch.
+            shares: "dealt" or "owned"; a DPDataLoader keeps its own.
             generator: Draws the seed, in place of ``seed``; None: that of ``loader``, where it has one and neither
                 ``seed`` nor ``secure`` says otherwise.
             rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one.
@@ -251,25 +319,9 @@ class DPDataLoader(CountingDataLoader):
         if is_drawn and type(drawn) is UniformWithReplacementSampler:
             return cls._drawn_by(loader, drawn, sample_rate, distributed, secure)
         if isinstance(loader, DPDataLoader):
-            if loader.distributed != distributed:
-                raise PrivacyError(
-                    f"The loader was built with distributed={loader.distributed} for a module that is trained by "
-                    f"{'several ranks' if distributed else 'one process'}; every example would be drawn at another "
-                    f"rate than the accountant counts. Build it with distributed={distributed}."
-                )
-            if secure and not loader.sampler_state.secure:
-                raise PrivacyError(
-                    "secure_mode draws batches from the operating system's generator, but this DPDataLoader draws them "
-                    "from a seed, and whoever knows it knows which examples were in each batch. Build it with "
-                    "secure=True."
-                )
+            _check_built(loader, distributed, secure)
             return loader
-        if isinstance(loader.dataset, IterableDataset):
-            raise UnsupportedError(
-                "Poisson sampling draws examples by number, and the loader's data set is an IterableDataset, which has "
-                "none; use a map-style data set (with __len__ and __getitem__), or pass poisson_sampling=False with a "
-                "sample_rate that bounds every example's chance, and expected_batch_size."
-            )
+        _check_numbered(loader.dataset)
         check_whole(loader, distributed)
         if sample_rate is None:
             # Shuffled batches have the loader's length, Poisson batches and bins make as many batches as it has.
@@ -286,6 +338,7 @@ class DPDataLoader(CountingDataLoader):
             seed=seed,
             secure=secure,
             distributed=distributed,
+            shares=shares,
             generator=generator,
             max_batch_size=max_batch_size,
             sampling=sampling or "poisson",
@@ -305,13 +358,7 @@ class DPDataLoader(CountingDataLoader):
         """Return the private loader of one whose batches are Poisson samples already: the same batches."""
         size = len(loader.dataset)  # type: ignore[arg-type]
         rate = sampler.sample_rate
-        if distributed or sampler.num_samples != size or sample_rate not in (None, rate) or secure > sampler.secure:
-            how = "securely" if sampler.secure else "by a seed"
-            raise UnsupportedError(
-                f"The loader's {type(sampler).__name__} draws from {sampler.num_samples} of {size} examples at the "
-                f"rate {rate:.6g} in one process, {how}, and this run is to draw otherwise. Pass a loader with a batch "
-                "size and no batch_sampler, and the rate as sample_rate=."
-            )
+        _check_own_draws(sampler, size, sample_rate, distributed, secure)
         options: dict[str, Any] = worker_options(loader)
         made = cls(loader.dataset, sample_rate=rate, collate_fn=loader.collate_fn, seed=sampler.seed, **options)
         vars(made)["batch_sampler"] = sampler
@@ -340,11 +387,29 @@ class DPDataLoader(CountingDataLoader):
     def _take(self, begun: list[int]) -> int | None:
         super()._take(begun)
         begun[1] += 1
+        self._newest = self._draw_of(begun)
+        return self._newest
+
+    def _draw_of(self, begun: list[int]) -> int | None:
         if not self.num_workers:
             return self.sampler_state.drawn - 1
         # Workers draw ahead, and rounds that are open at once draw in turn.
         known = begun is self._open and self._rounds == 1 and getattr(self, "in_order", True)
         return begun[0] + begun[1] - 1 if known else None
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether this rank's batches are parts of lists that all ranks draw."""
+        return isinstance(self.batch_sampler, DealtUniformWithReplacementSampler) and self.batch_sampler.is_joint
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks at a step, if each is to have another part of one list.
+
+        How many batches were handed out, and the draw of the newest: where it is not known, what no other rank has.
+        """
+        unknown = self._newest is None and self.handed_out
+        return self.handed_out, f"not known to rank {dist.get_rank()}" if unknown else self._newest
 
     @property
     def source(self) -> Source:
@@ -412,14 +477,14 @@ class DPDataLoader(CountingDataLoader):
     def among(self) -> dict[str, str]:
         """Among how many examples a batch is drawn, by how many ranks, and how many it has at most.
 
-        (0 ranks: by one process, whole; at most 0: any number.) With seed, rate and number of the draw this decides a
-        batch.
+        (0 ranks: as by one process, whole; at most 0: any number.) With seed, rate and number of the draw this decides
+        a batch.
         """
         sampler = self.sampler_state
         most = str(sampler.max_batch_size or 0)
         return {
             "examples": str(sampler.num_samples),
-            "ranks": str(getattr(sampler, "num_replicas", 0)),
+            "ranks": str(sampler.owners),
             "at most": most,
         }
 

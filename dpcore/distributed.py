@@ -60,6 +60,18 @@ class Ranks:
         self._together(lambda: dist.all_reduce(tensor, group=self.group))
         return tensor
 
+    def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to add up ``chunks`` [ranks, n] over the ranks, each of which gets the sum of its own.
+
+        Returns:
+            This rank's [n], and what waits until it is there, with a PrivacyError where a rank does not come;
+            ``chunks`` must stay until then.
+        """
+        mine = torch.empty_like(chunks[0])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its former name
+        begun = self._together(lambda: scatter(mine, chunks.view(-1), group=self.group, async_op=True))
+        return mine, lambda: self._together(begun.wait)
+
     def gather(self, value: Any) -> list[Any]:
         """The ranks' values, which can be pickled, in their order."""
         everyone: list[Any] = [None] * self.size
@@ -83,10 +95,15 @@ class Ranks:
         high, middle, low = words.tolist()
         return (high << 124 | middle << 62 | low) % 2**128
 
-    def join_noise(self, noise: Seeded) -> None:
-        """Give all ranks one seed where some have gone on with other noise: each draws its part of one stream."""
-        if self._differing({"seed": noise.seed}):
-            noise.seed = derived_seed(0, *self.gather(noise.seed))
+    def join_seed(self, source: Seeded) -> None:
+        """Give all ranks one seed where some have another: each draws its part of one stream."""
+        if self._differing({"seed": source.seed}):
+            source.seed = derived_seed(0, *self.gather(source.seed))
+
+    def join_batches(self, loader: Any) -> None:
+        """Give all ranks one seed of the batches of a loader that each takes a part of."""
+        if getattr(loader, "is_dealt", False):
+            self.join_seed(loader.sampler_state)
 
     def _differing(self, values: dict[str, Any]) -> list[str]:
         """Return the names of the values whose text is not the same on all ranks."""
@@ -105,9 +122,9 @@ class Ranks:
                 "DifferentiallyPrivateDistributedDataParallel on all ranks, and load checkpoints on all of them."
             )
 
-    def _together(self, collective: Callable[[], Any]) -> None:
+    def _together(self, collective: Callable[[], Any]) -> Any:
         try:
-            collective()
+            return collective()
         except RuntimeError as error:
             raise PrivacyError(
                 f"Rank {self.rank} of {self.size} did not get an answer from the other ranks; nothing was released. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Unpack
 
 from torch import nn
@@ -12,8 +13,9 @@ from torch.utils.data import DataLoader
 from dpcore import native
 from dpcore.accountants import IAccountant, create_accountant
 from dpcore.budget import Budget, BudgetError
-from dpcore.checkpoint import Checkpoint, named_schedulers, without_seeds
+from dpcore.checkpoint import Checkpoint, named_schedulers, sharded_as, without_seeds
 from dpcore.data_loader import DPDataLoader
+from dpcore.distributed import Ranks
 from dpcore.errors import warn_caller
 from dpcore.opacus_names.engine import ExtensionPoints
 from dpcore.optimizers import DPOptimizer
@@ -230,8 +232,8 @@ class PrivacyEngine(ExtensionPoints):
         Call it between steps, not within a logical batch; a batch that the loop has fetched and not used yet is drawn
         again by the run that goes on, as are those that the loader's workers have drawn ahead. The file holds weights,
         optimiser, accountant, noise, batches and the global random state (dropout). Of several ranks, rank 0 writes
-        ``path``, and the others what is theirs alone beside it (``path.rank1`` ...: the random state, and the shards of
-        a sharded module); all load ``path``.
+        ``path``, and the others what is theirs alone beside it (``path.rank1`` ...: the random state). The shards of a
+        sharded module are in a folder beside it, which any number of ranks can load. All load ``path``.
 
         Args:
             path: A file name, or a file object.
@@ -252,7 +254,7 @@ class PrivacyEngine(ExtensionPoints):
         weights = module.state_dict(**(module_state_dict_kwargs or {}))
         loader = _loader_of(optimizer, data_loader)
         checkpoint = Checkpoint.of_run(weights, self._spending, optimizer, loader, schedulers, checkpoint_dict or {})
-        checkpoint.save(path, None if optimizer is None else optimizer.ranks, torch_save_kwargs or {})
+        checkpoint.save(path, _ranks_of(module, optimizer), torch_save_kwargs or {})
 
     def load_checkpoint(
         self,
@@ -290,8 +292,9 @@ class PrivacyEngine(ExtensionPoints):
                 made steps that the file does not know of. (Steps of other runs stay counted.)
         """
         data_loader = _loader_of(optimizer, data_loader)
-        ranks = None if optimizer is None else optimizer.ranks
-        checkpoint = Checkpoint.load(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
+        ranks = _ranks_of(module, optimizer)
+        options = {"weights_only": True} | (torch_load_kwargs or {})
+        checkpoint = Checkpoint.load(path, ranks, options, partial(sharded_as, module, optimizer))
         self._spending.check_continues(checkpoint.runs)
         if optimizer is not None:
             checkpoint.check_settings(optimizer)
@@ -307,6 +310,8 @@ class PrivacyEngine(ExtensionPoints):
         checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
         checkpoint.restore_batches(data_loader, optimizer)
         self._spending.go_on_in_epoch(checkpoint.sampler or {})
+        if ranks is not None:
+            ranks.join_batches(data_loader)
         return without_seeds(checkpoint.entries())
 
     @staticmethod
@@ -330,6 +335,14 @@ class PrivacyEngine(ExtensionPoints):
 def _loader_of(optimizer: DPOptimizer | None, given: Any) -> Any:
     """Return the loader of whole batches that a checkpoint is about: the optimizer's where none was given."""
     return optimizer.run.loader if given is None and optimizer is not None else whole_batches(given)
+
+
+def _ranks_of(module: Any, optimizer: DPOptimizer | None) -> Ranks | None:
+    """Return those who save and load together: without an optimizer, those that hold the shards of a module."""
+    if optimizer is not None:
+        return optimizer.ranks
+    ranks = getattr(getattr(module, "_module", module), "ranks", None)
+    return ranks if isinstance(ranks, Ranks) and ranks.sharded else None
 
 
 def _draw_anew(engine: PrivacyEngine, checkpoint: Checkpoint) -> None:

@@ -338,9 +338,12 @@ class Setup:
             seed=seed,
             secure=self.secure,
             distributed=ranks is not None,
+            shares="dealt",
             max_batch_size=longest_batch(self.settings),
             sampling=self.settings["sampling"],
         )
+        if ranks is not None:
+            ranks.join_batches(poisson)
         warn_of_overflow(poisson.sampler_state)
         return poisson, poisson.sample_rate
 

@@ -1,4 +1,4 @@
-"""One private release of a sum: its noise, and the ranks that have a part of the sum each."""
+"""One private release of a sum: the noise of its step, before the sum or behind it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpcore.distributed import Ranks
-from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.noise import GaussianNoise
 
 
 class Sums(Protocol):
-    """The sums of all parameters: one after the other, and by their addresses, each row-major."""
+    """The sums of parameters, whole or in shards: one after the other, and in parts of one run of addresses each."""
 
     @property
     def flat(self) -> Tensor: ...
 
-    def by_address(self) -> Iterator[tuple[int, Tensor]]: ...
+    def by_address(self) -> Iterator[tuple[int, Tensor]]:
+        """Give the parts in the order of ``flat``, each with the address of its first number, row-major."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,18 @@ class Release:
     """Noise of standard deviation ``std``, of the step's number, for the sums of all parameters.
 
     The two orders of noise and sum round differently, and each stays what it is: :meth:`begin` is for sums that are
-    added to the noise (:class:`dpcore.engine.engine.Engine`), :meth:`finish` for sums that are there.
+    added to the noise (:class:`dpcore.engine.engine.Engine`), :meth:`add` for sums that are there.
     """
 
     noise: GaussianNoise
     std: float
     step: int
-    ranks: Ranks | None = None
 
     @classmethod
     def by(cls, user: Any, std: float) -> Release:
         """Return the next release of ``user``, an engine or an optimizer; PrivacyError where its noise is another's."""
         user.noise.serve(user)
-        return cls(user.noise, std, user.steps, getattr(user, "ranks", None))
+        return cls(user.noise, std, user.steps)
 
     def begin(self, sums: Sums) -> None:
         """Set the sums to what is added to: the noise, or zeros where it depends on them.
@@ -54,29 +54,20 @@ class Release:
         else:
             sums.flat.zero_()
 
-    def finish(self, sums: Sums) -> None:
-        """Add up the sums of all ranks, with noise: each rank draws a share of it, where its numbers have addresses."""
-        flat = sums.flat
-        if self.ranks is not None and isinstance(self.noise, SecureNoise):
-            # Its release lies on a grid, which another rank's sum would undo: so the noise comes after the sums, and
-            # the second reduction, to which the other ranks add zeros, hands it out.
-            self.ranks.sum_(flat)
-            if self.ranks.rank:
-                flat.zero_()
+    def add(self, sums: Sums) -> None:
+        """Add all of the noise."""
         if self.noise.has_addresses:
-            self._add_share(sums)
-        elif self.ranks is None or self.ranks.rank == 0:
-            self.noise.add_(flat, self.std, self.step)
-        if self.ranks is not None:
-            self.ranks.sum_(flat)
+            self.add_share(sums, 0, 1)
+        else:
+            self.noise.add_(sums.flat, self.std, self.step)
 
-    def _add_share(self, sums: Sums) -> None:
-        """Add the noise of this rank's addresses."""
-        count = len(sums.flat)
-        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+    def add_share(self, sums: Sums, rank: int, size: int) -> None:
+        """Add the noise of the numbers of ``sums`` that are number ``rank`` of ``size`` shares of them."""
+        count, passed = len(sums.flat), 0
         first, last = rank * count // size, (rank + 1) * count // size
         for start, part in sums.by_address():
-            at, end = (min(max(place - start, 0), part.numel()) for place in (first, last))
+            at, end = (min(max(place - passed, 0), part.numel()) for place in (first, last))
+            passed += part.numel()
             if at == end:
                 continue
             if part.dim() == 1:

@@ -2,51 +2,53 @@
 
 A layer's parameters are whole while it computes and in shards otherwise, and the two are different objects: autograd
 and the recording see the whole ones, the optimiser holds the shards. Every rank has whole gradients of its own
-examples, so that norms and clipping are those of one process; the clipped sums are whole too (one buffer of the
-model's size on every rank), and each rank updates its shard of their total. Parameters and the optimiser's state stay
-sharded.
+examples, so that norms and clipping are those of one process; what is summed is dealt out to the ranks
+(:mod:`dpcore.microbatch.sharded_sums`), and noise and updates are made on shards, in their precision. Over a mesh with
+two dimensions (HSDP) ranks of one group hold the shards of one model, and groups a copy each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from dpcore.distributed import Ranks
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import UnsupportedError
 from dpcore.optimizers.wrapper import OptimizerWrapper
+from dpcore.reduction import Sharded
 
 
 class ShardedModule(nn.Module):
     """``module``, every parameter of which is sharded, with the whole parameters as its own.
 
-    ``shards``: whole parameter -> the sharded one. UnsupportedError for meshes with more than one dimension, and where
-    a parameter is not sharded.
+    ``reduction``: knows the sharded parameter of every whole one. UnsupportedError where a parameter is not sharded, or
+    not over one mesh as data parallelism does.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         _gather_nothing(module)
         sharded = dict(module.named_parameters())
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in sharded.values()}
-        mesh = meshes.pop()
-        if meshes or mesh is None or mesh.ndim != 1:
-            raise UnsupportedError(
-                "dpcore trains sharded models whose every parameter is sharded over one mesh with one dimension; call "
-                "fully_shard on the root module too, with one mesh for all (and no tensor parallelism)."
-            )
+        mesh = _mesh_of(sharded.values())
         self.module = module
-        whole = _whole_parameters(module)
+        units = [*_units(module)]
+        whole = {name: param for unit in units for name, param in unit.items()}
         self._whole = {f"module.{name}": whole[name] for name in sharded}
-        self.shards = {whole[name]: p for name, p in sharded.items()}
-        self.ranks = Ranks(mesh.device_type, mesh.get_group(), sharded=True)
+        self.ranks = Ranks(mesh.device_type, mesh.get_group() if mesh.ndim == 1 else None, sharded=True)
+        of_shards, *of_copies = (Ranks(mesh.device_type, mesh.get_group(d)) for d in reversed(range(mesh.ndim)))
+        self.reduction = Sharded(
+            {whole[name]: p for name, p in sharded.items()},
+            [[*unit.values()] for unit in units],
+            of_shards,
+            of_copies[0] if of_copies else None,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -58,18 +60,17 @@ class ShardedModule(nn.Module):
 
 
 class ShardedOptimizer(OptimizerWrapper):
-    """``optimizer`` over shards, as one over whole parameters: a step scatters their gradients."""
+    """``optimizer`` over shards, as one over whole parameters, whose gradients stay empty."""
 
     param_groups: list[dict[str, Any]] = []  # noqa: RUF012  its own: the wrapped one's hold the shards
 
     def __init__(self, optimizer: Optimizer, module: ShardedModule) -> None:
         self.optimizer = optimizer
-        self.shards = module.shards
-        whole = {shard: p for p, shard in module.shards.items()}
+        self._reduction = module.reduction
+        whole = {shard: p for p, shard in module.reduction.shards.items()}
         self.param_groups = [
             {**group, "params": [whole.get(p, p) for p in group["params"]]} for group in optimizer.param_groups
         ]
-        self._released: dict[Parameter, tuple[Tensor, int]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         self._hand_on_settings()
@@ -89,27 +90,14 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for param in self.shards:
+        for param in self._reduction.shards:
             param.grad = None
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Every shard's part of its whole parameter's gradient, which is then dropped; then the wrapped step."""
-        for param, shard in self.shards.items():
-            grad, version = self._released.get(shard, (None, 0))
-            if shard.grad is not None and (shard.grad is not grad or _version(shard.grad) != version):
-                raise PrivacyError(
-                    f"A sharded parameter of shape {tuple(shard.shape)} has an ordinary, unclipped gradient: it is "
-                    "used by an operation that dpcore has no rule for. Wrap that operation in a module of a kind that "
-                    "dpcore knows, or freeze the parameter."
-                )
-            if param.grad is not None:
-                total = param.grad.to(shard.dtype)
-                shard.grad = distribute_tensor(total, *_layout(shard), src_data_rank=None)
-                self._released[shard] = (shard.grad, _version(shard.grad))
-                param.grad = None
+        """The wrapped step, on what was released into the shards' gradients."""
         self._hand_on_settings()
         self.optimizer.step()
+        self._reduction.note_released()
 
     def _hand_on_settings(self) -> None:
         """Learning rates and the like may have been changed by a scheduler."""
@@ -125,13 +113,29 @@ def shard(module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     return wrapped, ShardedOptimizer(optimizer, wrapped)
 
 
-def _layout(shard: Tensor) -> tuple[Any, Any]:
-    assert isinstance(shard, DTensor)
-    return shard.device_mesh, shard.placements
-
-
-def _version(grad: Tensor) -> int:
-    return grad.to_local()._version if isinstance(grad, DTensor) else grad._version
+def _mesh_of(params: Iterable[Parameter]) -> Any:
+    """Return the one mesh over which all are sharded; UnsupportedError where there is none."""
+    params = [*params]
+    found = {(p.device_mesh, tuple(map(type, p.placements))) if isinstance(p, DTensor) else None for p in params}
+    mesh: Any
+    mesh, placements = found.pop() or (None, ())
+    if found or placements not in ((Shard,), (Replicate, Shard)):
+        raise UnsupportedError(
+            "dpcore trains sharded models whose every parameter is sharded over one mesh, with one dimension or "
+            "with two (copies, shards); call fully_shard on the root module too, with one mesh for all (and no tensor "
+            "parallelism)."
+        )
+    if len(placements) == 2 and mesh.size() != dist.get_world_size():
+        raise UnsupportedError(
+            f"The mesh of copies and shards has {mesh.size()} of {dist.get_world_size()} processes, and all of them "
+            "must train together; make the mesh of all processes."
+        )
+    if any(p.device.type != mesh.device_type for p in params):
+        raise UnsupportedError(
+            f"The shards are not on {mesh.device_type}, where the model computes (CPUOffloadPolicy) and their sums are "
+            "formed; leave the offload policy out."
+        )
+    return mesh
 
 
 def _gather_nothing(module: nn.Module) -> None:
@@ -141,13 +145,11 @@ def _gather_nothing(module: nn.Module) -> None:
             part.reshard()
 
 
-def _whole_parameters(module: nn.Module) -> dict[str, Parameter]:
-    """Whole parameters by name, gathered once; the objects are the same at every later pass."""
-    found: dict[str, Parameter] = {}
+def _units(module: nn.Module) -> Iterator[dict[str, Parameter]]:
+    """Whole parameters by name, in the units that are gathered; the objects are the same at every later pass."""
     for prefix, part in module.named_modules():
         if isinstance(part, FSDPModule):
             part.unshard()
             inside = nn.Module.named_parameters(part, prefix)  # type: ignore[arg-type]
-            found |= {name: p for name, p in inside if not isinstance(p, DTensor)}
+            yield {name: p for name, p in inside if not isinstance(p, DTensor)}
             part.reshard()
-    return found

@@ -58,16 +58,19 @@ class Size:
 # metadata, a snapshot of results, and what 100,000 records cost; a job that verifies packs. Harness by 41 for a figure
 # of two halves, and a sentence that names the loop of README beside Engine; tests by 29 for tutorials as pages.
 # Dpcore by 20 and tests by 21 for units of units, joined units and no tables, which ended in errors of torch's.
-# Then harness by 196 and tests by 120 for parts of records that are parsed once, digests of updates in packs, and minutes
-# of a grid.
+# Then harness by 196 and tests by 120 for parts of records that are parsed once, digests of updates in packs, and
+# minutes of a grid.
 # Then dpcore by 806, of which Opacus' names 5, and tests by 359 for balls in bins and shuffled batches, with
 # their epsilon.
+# Then dpcore by 510 and tests by 90 for sums of sharded models that no rank holds whole, and dpcore by 110 and tests by
+# 80 for batches of one process that are dealt out to ranks, and by 180 and 120 for shards in a folder of their own; by
+# 171 and 9 for a sharded Llama as an example.
 LIMITS = {
     "harness": Size(lines=38_992, long_classes=0, long_files=5),
-    "dpcore": Size(lines=31_423, long_classes=0, long_files=0),
+    "dpcore": Size(lines=32_419, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=55_557, long_classes=0, long_files=16),
+    "tests": Size(lines=55_857, long_classes=0, long_files=16),
 }
 
 

@@ -197,7 +197,7 @@ class Engine:
         try:
             result = self._sums.add(x, y, mask, scale, functools.partial(release.begin, self.accumulator))
             if not self.noise.may_come_first:
-                release.finish(self.accumulator)
+                release.add(self.accumulator)
         except BaseException:
             # The next attempt draws the same noise: nothing of this one may stay.
             flat.zero_()

@@ -29,6 +29,12 @@ def drawn_seed(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
+def _checked_most(max_batch_size: int | None) -> int | None:
+    if max_batch_size is None:
+        return None
+    return int(check_number("max_batch_size", max_batch_size, lambda b: b >= 1 and b % 1 == 0, MOST_RULE))
+
+
 def overflow(examples: int, sample_rate: float, most: int | None) -> float:
     """Return a bound of the chance that a Poisson batch is longer than ``most``, with one example more, too."""
     return 0.0 if most is None else min(1.0, float(scipy.stats.binom.sf(most, examples + 1, sample_rate)) * (1 + 1e-9))
@@ -80,10 +86,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         else:
             self.seed = check_seed(seed)
         self.secure = secure
-        self.max_batch_size: int | None = None
-        if max_batch_size is not None:
-            most = check_number("max_batch_size", max_batch_size, lambda b: b >= 1 and b % 1 == 0, MOST_RULE)
-            self.max_batch_size = int(most)
+        self.max_batch_size = _checked_most(max_batch_size)
         self.drawn = 0
         self._generator: torch.Generator | None = generator
         self._left = 0
@@ -158,6 +161,11 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         """A bound of the chance that a batch is cut, with one example more, too."""
         return overflow(self.num_samples, self.sample_rate, self.max_batch_size)
 
+    @property
+    def owners(self) -> int:
+        """How many ranks draw among examples of their own; 0: the batch is what one process draws."""
+        return 0
+
     def set_epoch(self, epoch: int) -> None:
         """Accepted for compatibility and ignored: every list is drawn afresh."""
 
@@ -219,7 +227,47 @@ class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
         if not 0 <= self.rank < self.num_replicas:
             raise ValueError(f"rank is {self.rank}; with num_replicas={self.num_replicas} it must lie below that.")
 
+    @property
+    def owners(self) -> int:
+        return self.num_replicas
+
     def draw(self, k: int) -> list[int]:
         """This rank's part of batch number ``k``, often empty; a fresh one at every call in secure mode."""
         owned = range(self.rank, self.num_samples, self.num_replicas)
         return [owned[i] for i in self._sample(len(owned), [self.seed, k, self.rank])]
+
+
+class DealtUniformWithReplacementSampler(DistributedUniformWithReplacementSampler):
+    """One rank's part of the Poisson sample that one process draws: of its list k, positions rank, rank + ranks, ...
+
+    The union is the same batch whatever the number of ranks, and the parts differ by one example in length. All ranks
+    must have the same seed and take the same lists, or an example would be in the parts of two: steps of make_private
+    compare them. A copy, which has a seed of its own, draws among the examples that its rank owns.
+
+    Args:
+        max_batch_size: The most examples of a batch, of all ranks together.
+        **options: As of :class:`DistributedUniformWithReplacementSampler`, without ``secure``: numbers that nobody can
+            repeat are the same on no two ranks.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(self, *, max_batch_size: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.max_batch_size = _checked_most(max_batch_size)
+        self.is_joint = True
+        """Whether the seed is that of all ranks."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "is_joint": False})
+
+    @property
+    def owners(self) -> int:
+        return 0 if self.is_joint else self.num_replicas
+
+    def draw(self, k: int) -> list[int]:
+        """This rank's part of batch number ``k``."""
+        if not self.is_joint:
+            return super().draw(k)
+        return UniformWithReplacementSampler.draw(self, k)[self.rank :: self.num_replicas]

@@ -37,7 +37,7 @@ from dpcore.tape.uses import Use
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _without_autocast(method: Method) -> Method:
+def without_autocast(method: Method) -> Method:
     """A forward pass may run in bfloat16; norms that decide on clipping, and what is clipped, are taken in full."""
 
     @functools.wraps(method)
@@ -111,7 +111,7 @@ class Accumulator(SumBuffer):
             self.set_bounds(self.bounds if len(self.bounds) > 1 else self.bounds[0])
         return moved
 
-    @_without_autocast
+    @without_autocast
     def add(
         self, uses: Sequence[Use], batch_size: int, mask: Tensor | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ class Accumulator(SumBuffer):
             singles = [use.rows(i, torch.float64) for use in uses]
             norms[:, i], factors[:, i] = self._add_singly(singles, mask, i, scale)
 
-    @_without_autocast
+    @without_autocast
     def clipped(
         self, uses: Sequence[Use], mask: Tensor, bounds: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -248,6 +248,9 @@ class Accumulator(SumBuffer):
         doubtful = measured.doubtful().any()
         # Where a factor is wrong the eager pass, which comes next, says so.
         return flat, measured.norms, factors, doubtful if wrong is None else doubtful | wrong.any()
+
+    def reduce(self) -> None:
+        """Finish a piece of a batch, whose passes were added."""
 
     def _zeros(self, batch_size: int) -> Tensor:
         return torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)

@@ -35,13 +35,19 @@ class SumBuffer:
         self.names = {p: n for n, p in self.parameters.items()}
         self._allocate()
 
+    @property
+    def targets(self) -> dict[Parameter, Any]:
+        """The parameter into whose gradient a parameter's sum is released: itself, or its shard."""
+        return {p: p for p in self.parameters.values()}
+
     def _allocate(self) -> None:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
         params = list(self.parameters.values())
         self._kinds = {(p.dtype, p.device) for p in params}
         self._layout = [(p.shape, p.stride()) for p in params]
-        dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
-        devices = {p.device for p in params}
+        released = list(self.targets.values())
+        dtypes = {torch.promote_types(p.dtype, torch.float32) for p in released}
+        devices = {p.device for p in released}
         if any(dtype.is_complex for dtype in dtypes):
             raise UnsupportedError(
                 "A trained parameter is complex, and norms, sums and noise are those of real numbers; keep its real "
@@ -54,7 +60,7 @@ class SumBuffer:
                 "model to one precision and one device with model.to(...)."
             )
         self.dtype, self.device = dtypes.pop(), devices.pop()
-        self._narrowest = min((p.dtype for p in params), key=lambda dtype: torch.finfo(dtype).max)
+        self._narrowest = min((p.dtype for p in released), key=lambda dtype: torch.finfo(dtype).max)
         # In memory each sum is laid out as its parameter is (channels-last, for instance), so that updates run
         # straight.
         self._order = {p: [d for _, d in sorted((-stride, d) for d, stride in enumerate(p.stride()))] for p in params}

@@ -140,10 +140,19 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
             "max_grad_norm": optimizer.max_grad_norm,
             "expected_batch_size": optimizer.expected_batch_size,
             "the optimizer's settings": groups,
+            "the batches (their seed, or one that a rank has left out)": _dealt(optimizer.run),
             "the weights": None if known else fingerprint(optimizer.module._module.parameters()),
         }
     )
     optimizer.weights_agree = True
+
+
+def _dealt(run: Any) -> Any:
+    """Return what must be the same on all ranks where each has a part of one batch: of two, parts may overlap."""
+    if not getattr(run.loader, "is_dealt", False):
+        return None
+    is_followed = run.ledger is not None and run.ledger.checks
+    return run.loader.sampler_state.seed, run.loader.where if is_followed else None
 
 
 def see_division(module: AbstractGradSampleHooks, k: int) -> None:

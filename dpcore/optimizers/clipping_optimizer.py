@@ -170,6 +170,7 @@ class ClippingOptimizer(OptimizerWrapper):
 
     def _use_own_clipping(self) -> None:
         """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""
+        self.summed.check_whole(own=True)
         self._take_piece(lambda: [batch_size for _, batch_size in self.module.take()])
         self.summed.take_changed()
 
@@ -190,6 +191,8 @@ class ClippingOptimizer(OptimizerWrapper):
                     # The pieces that follow are smaller.
                     uses.clear()
                     give_back()
+            del uses
+        self.accumulator.reduce()
         return sizes
 
     def _observe(self, norms: Tensor) -> None:

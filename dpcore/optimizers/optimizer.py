@@ -14,7 +14,8 @@ from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import drawn_seed
-from dpcore.microbatch.accumulator import Accumulator, Factors
+from dpcore.microbatch.accumulator import Factors
+from dpcore.microbatch.sharded_sums import accumulator_for
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import checks
 from dpcore.optimizers.checks import SPENT
@@ -24,6 +25,7 @@ from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.private_run import PrivateRun
 from dpcore.optimizers.schedules import follow
 from dpcore.optimizers.summed import SummedGrads
+from dpcore.reduction import Reduction, reduction_of
 from dpcore.release import Release
 
 NOISE_HINT = " (make_private_with_epsilon finds it for a budget)"
@@ -88,14 +90,15 @@ class DPOptimizer(ClippingOptimizer):
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = module.loss_reduction
         self.noise = noise if noise is not None else _noise(generator, secure_mode)
+        self.ranks = ranks
         held = {p for group in optimizer.param_groups for p in group["params"]}
-        self.accumulator = Accumulator(
+        self.accumulator = accumulator_for(
             {n: p for n, p in module.trained.items() if p in held},
             checks.ordered_bounds(max_grad_norm, module, self.params),
             factors,
+            self.reduction,
         )
         self.noise_multiplier = sigma
-        self.ranks = ranks
         self.weights_agree = False
         self.steps = 0
         self.step_hooks: list[StepHook] = []
@@ -192,7 +195,7 @@ class DPOptimizer(ClippingOptimizer):
         self.step_guards.append(guard)
 
     def add_noise(self) -> None:
-        """Set ``p.grad`` to the summed gradient + σ·C·noise of this step's number.
+        """Set ``p.grad`` (of a sharded module that of its shard) to the summed gradient + σ·C·noise of this step.
 
         Of several ranks the sums are added up, and each draws its share of the noise.
         """
@@ -201,11 +204,16 @@ class DPOptimizer(ClippingOptimizer):
             self.summed.show(copies=True)
         self.logical_batch.check_bounds()
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
-        Release.by(self, std).finish(self.accumulator)
+        self.reduction.finish(Release.by(self, std), self.accumulator)
         self.steps += 1
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad
             self.module.ordinary_gradients.release(param)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Return how the ranks' clipped sums become one."""
+        return reduction_of(self.module._module, self.ranks)
 
     def _gradient_noise_multiplier(self) -> float:
         return self.noise_multiplier
@@ -214,7 +222,7 @@ class DPOptimizer(ClippingOptimizer):
         """Divides ``p.grad`` by the public batch size, for a mean loss."""
         if self.loss_reduction == "mean":
             assert self.expected_batch_size is not None
-            for param in self.accumulator.parameters.values():
+            for param in self.accumulator.targets.values():
                 assert param.grad is not None
                 param.grad.div_(self.expected_batch_size * self.accumulated_iterations)
 
@@ -237,7 +245,7 @@ class DPOptimizer(ClippingOptimizer):
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
             self.run.name_noise(self.noise, self.steps)
             if self.ranks is not None and self.noise.has_addresses:
-                self.ranks.join_noise(self.noise)
+                self.ranks.join_seed(self.noise)
             for param in self.accumulator.names:
                 param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
             self.add_noise()
@@ -248,7 +256,7 @@ class DPOptimizer(ClippingOptimizer):
         except BaseException:
             self._forget(self.logical_batch.fail)  # or the batch would be added to the next one
             raise
-        for param in self.accumulator.names:
+        for param in self.accumulator.targets.values():
             self.module.ordinary_gradients.release(param)
         for hook in self.step_hooks:
             hook(self)

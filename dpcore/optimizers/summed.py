@@ -36,6 +36,7 @@ class SummedGrads:
 
     def take_changed(self) -> None:
         """Take what somebody else has put there (a subclass, usually) for the sum."""
+        self.check_whole()
         for param, summed in self.accumulator.sums.items():
             given = getattr(param, "summed_grad", None)
             if given is None:
@@ -53,6 +54,18 @@ class SummedGrads:
                 )
                 summed.copy_(given)
                 self._show(param, summed)
+
+    def check_whole(self, own: bool = False) -> None:
+        """Refuse a subclass's ``own`` sums, or the loop's, where those of the module are dealt out to ranks."""
+        if self.accumulator.sums:
+            return
+        held = (p for pair in self.accumulator.targets.items() for p in pair)
+        if own or any(getattr(p, "summed_grad", None) is not None for p in held):
+            raise UnsupportedError(
+                f"{self.name}.clip_and_accumulate() adds up gradients by itself, or the loop writes p.summed_grad, and "
+                "the module is sharded: no rank holds whole sums, and these would be lost. Train the module in "
+                "DifferentiallyPrivateDistributedDataParallel, or clip by a rule, make_private(clipping=...)."
+            )
 
     def check_own_noise(self, optimizer: Any) -> None:
         """Look at the gradients that a subclass's add_noise() has left, which adds noise all by itself."""

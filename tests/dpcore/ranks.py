@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
@@ -29,6 +29,7 @@ from dpcore.noise import GaussianNoise, grid_spacing
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 
 EXAMPLES, RATE, CLIP, DIVISOR = 40, 0.25, 0.5, 10
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def model(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> nn.Module:
@@ -59,9 +60,9 @@ def private(
     module = model(dtype, dropout)
     if how == "replicated":
         module = DPDDP(module)
-    elif how == "sharded":
+    elif how != "alone":
         for layer in (module[0], module[4], module):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(layer, **sharding(how))
     return engine, *engine.make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5),
@@ -69,6 +70,24 @@ def private(
         noise_multiplier=sigma,
         **{"max_grad_norm": CLIP, "sample_rate": rate, "expected_batch_size": DIVISOR} | options,
     )
+
+
+def sharding(how: str) -> dict[str, Any]:
+    """Arguments of fully_shard: one mesh, two groups with a copy each, columns of matrices, or narrow computing."""
+    size = dist.get_world_size()
+    shape, names = ((2, size // 2), ("copies", "shards")) if how == "hybrid" else ((size,), ("shards",))
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if how == "columns":
+        options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
+    if how == "narrow":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return options
+
+
+def ways() -> list[str]:
+    """How a model can be held here."""
+    shards = hasattr(torch.cpu.Stream, "record_event")
+    return ["replicated", *(["sharded", "columns"] if shards else []), *(["hybrid"] if shards and WORLD > 1 else [])]
 
 
 def step(module: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -200,25 +219,36 @@ def _counted(drawn: list[int], add: Any, target: torch.Tensor, *rest: Any) -> to
     return add(target, *rest)
 
 
-def _noted(released: list[torch.Tensor], optimizer: Any, divide: Any) -> None:
-    released.append(torch.cat([p.grad.flatten() for p in optimizer.accumulator.parameters.values()]))
+def noted(released: list[torch.Tensor], optimizer: Any, divide: Any) -> None:
+    grads = (p.grad for p in optimizer.accumulator.targets.values())
+    released.append(torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads]))
     divide()
 
 
 def check_shares() -> Any:
     """Noise alone, of an empty batch: whether it is one process's, and how many numbers this rank has drawn."""
     found = {}
-    for how in ("replicated", "sharded") if hasattr(torch.cpu.Stream, "record_event") else ("replicated",):
+    for how in ways():
         _, module, optimizer, _ = private(1.0, torch.float32, how=how, check_batches=False)
         drawn: list[int] = []
         optimizer.noise.add_ = partial(_counted, drawn, optimizer.noise.add_)
         released: list[torch.Tensor] = []
-        optimizer.scale_grad = partial(_noted, released, optimizer, optimizer.scale_grad)
+        optimizer.scale_grad = partial(noted, released, optimizer, optimizer.scale_grad)
         x, y = data(torch.float32)[:0][:2]
         step(module, optimizer, x, y)
         alone = GaussianNoise(7).add_(torch.zeros_like(released[0]), CLIP, 0)
         found[how] = {"equal": torch.equal(released[0], alone), "drawn": sum(drawn), "of": len(alone)}
     return found
+
+
+def check_same() -> Any:
+    """Noisy steps in float32 by every way to hold the model."""
+    return {how: train(1.0, torch.float32, how=how) for how in ways()}
+
+
+def check_cut() -> Any:
+    """Batches of six examples at most, of all ranks together."""
+    return train(0.0, torch.float64, max_batch_size=6)
 
 
 def check_branches() -> Any:
@@ -242,9 +272,12 @@ def step_in_half_precision() -> bool:
 
 def check_sharded(folder: Path) -> Any:
     """The same by fully_shard; whole batches, then pieces of two, then a resume."""
+    from tests.dpcore import shards  # which imports this file
+
     found = {
         "sums": {str(dtype): train(0.0, dtype, how="sharded") for dtype in (torch.float64, torch.float32)},
         "pieces": train(1.0, torch.float64, size=2, how="sharded"),
+        "hybrid": train(1.0, torch.float64, size=2, how="hybrid" if WORLD > 1 else "columns"),
         "resume": check_resume(folder, how="sharded"),
     }
     _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
@@ -255,6 +288,10 @@ def check_sharded(folder: Path) -> Any:
     scheduler.step()
     step(module, optimizer, x, y)
     found["moved at a learning rate of 0"] = float((weights(module) - before).abs().max())
+    found["secure"] = [shards.released_securely(how) for how in ways()[1:]]
+    found["rounded"] = [shards.rounded_in_mixed_precision(sigma) for sigma in (0.0, 1.0)]
+    found["extremes"] = [[shards.extremes(length, how) for how in ("alone", "sharded")] for length in (6, 400)]
+    found |= shards.refused_in_shards()
     found["half precision"] = step_in_half_precision()
     inner = module._module.module
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
@@ -312,6 +349,39 @@ def check_resume(folder: Path, how: str = "replicated") -> Any:
     return found
 
 
+def _steps(count: int, engine: PrivacyEngine, module: nn.Module, optimizer: Any, loader: Any) -> torch.Tensor:
+    for _, (x, y, _) in zip(range(count), loader, strict=False):
+        step(module, optimizer, x, y)
+    return weights(module)
+
+
+def check_keep(folder: Path) -> Any:
+    """Three steps of a sharded model, a checkpoint in which an earlier one is lost, and three more steps."""
+    found = {}
+    for how in ("sharded", "hybrid") if WORLD > 1 else ("sharded",):
+        run = private(1.0, how=how)
+        for count in (2, 1):
+            _steps(count, *run)
+            run[0].save_checkpoint(path=folder / how, module=run[1], optimizer=run[2])
+        dist.barrier()
+        assert len([*folder.glob(f"{how}.*-shards")]) == 1
+        found[how] = _steps(3, *run)
+    return found
+
+
+def check_go_on(folder: Path) -> Any:
+    """The three steps behind the checkpoints of ranks that may have been more, or fewer."""
+    found = {}
+    for how in ("sharded", "hybrid"):
+        run = private(1.0, how="sharded", seed=99)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # new ranks have no random state there
+            if (folder / how).exists():
+                run[0].load_checkpoint(path=folder / how, module=run[1], optimizer=run[2])
+                found[how] = _steps(3, *run)
+    return found
+
+
 def check_refusals() -> Any:
     rank = dist.get_rank()
     loader = DataLoader(data(), batch_size=5)
@@ -336,6 +406,12 @@ def check_refusals() -> Any:
     _, module, optimizer, _ = private(1.0, check_batches=False)
     optimizer.noise_multiplier = 1.0 + rank
     found["schedule"] = refusal(lambda: step(module, optimizer, *data()[:4][:2]))
+    _, module, optimizer, batches = private(1.0)
+    handed_out = iter(batches)
+    for _ in range(rank):
+        next(handed_out)
+    x, y, _ = next(handed_out)
+    found["left out"] = refusal(lambda: step(module, optimizer, x, y))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         private(how="alone")
@@ -362,7 +438,7 @@ def main() -> None:
     checks = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
     found = {}
     for name in names:
-        found[name] = checks[name](folder) if name in ("resume", "sharded") else checks[name]()
+        found[name] = checks[name](folder) if name in ("resume", "sharded", "keep", "go_on") else checks[name]()
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     if "absent" in names:
         # The group cannot be taken apart in order, and gloo's threads, still waiting for each other, now and then

@@ -26,6 +26,8 @@ CHECKS = [
     "units",
     "noise",
     "shares",
+    "same",
+    "cut",
     "branches",
     "secure",
     "empty",
@@ -72,9 +74,31 @@ def test_the_noise_is_that_of_one_process_with_the_same_seed_and_pieces_and_equa
 
 
 def test_the_noises_bits_are_those_of_one_process_and_each_rank_draws_its_share(found):
-    for report in (one for r in found for one in r["shares"].values()):
+    for how, report in (one for r in found for one in r["shares"].items()):
         assert report["equal"]
-        assert abs(report["drawn"] - report["of"] / len(found)) < 1
+        assert sum(r["shares"][how]["drawn"] for r in found) == report["of"]
+        # Shards are whole rows, so that those of small parameters differ.
+        assert abs(report["drawn"] - report["of"] / len(found)) < (1 if how == "replicated" else 0.3 * report["of"])
+
+
+def test_batches_and_updates_are_those_of_one_process_however_the_model_is_held(found):
+    alone = ranks.train(1.0, torch.float32, how="alone")
+    start = ranks.weights(ranks.model(torch.float32))
+    moved = (alone["weights"] - start).norm(dim=1)
+    for how in found[0]["same"]:
+        reports = [report["same"][how] for report in found]
+        assert [sorted(batch) for batch in union(reports)] == [sorted(batch) for batch in alone["batches"]]
+        for lengths in zip(*([*map(len, report["batches"])] for report in reports), strict=True):
+            assert max(lengths) - min(lengths) <= 1
+        for report in reports:
+            assert float(((report["weights"] - alone["weights"]).norm(dim=1) / moved).max()) < 1e-6
+            assert report["accounted"] == alone["accounted"]
+
+
+def test_the_longest_batch_is_that_of_all_ranks_together(found):
+    alone = ranks.train(0.0, torch.float64, how="alone", max_batch_size=6)
+    assert max(map(len, alone["batches"])) == 6
+    assert [sorted(b) for b in union([r["cut"] for r in found])] == [sorted(b) for b in alone["batches"]]
 
 
 def test_ranks_of_which_one_goes_on_with_other_noise_all_do(found):
@@ -103,6 +127,15 @@ def test_secure_releases_of_all_ranks_lie_on_the_grid(found):
     assert torch.equal(released, released.round())
     assert float(released.std()) * grid_spacing(0.7 * ranks.CLIP) == pytest.approx(0.7 * ranks.CLIP, rel=0.5)
     assert all(torch.equal(r["secure"], released) for r in found)
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_secure_releases_of_shards_lie_on_the_grid_with_the_total_variance(found):
+    for released in found[0]["sharded"]["secure"]:
+        assert torch.equal(released, released.round())
+        assert float(released.std()) * grid_spacing(0.7 * ranks.CLIP) == pytest.approx(0.7 * ranks.CLIP, rel=0.5)
+    for report in found:
+        assert all(map(torch.equal, report["sharded"]["secure"], found[0]["sharded"]["secure"]))
 
 
 def test_an_empty_batch_is_a_step_with_noise_of_the_total_variance(found):
@@ -146,20 +179,48 @@ def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
         moved = (truth - ranks.weights(ranks.model(dtype))).norm()
         for part in parts:
             assert float((part["weights"] - truth).norm() / moved) < TOLERANCE[dtype]
-    parts = [report["pieces"] for report in reports]
-    truth = trained_alone(union(parts), 1.0, torch.float64)
-    for part in parts:
-        torch.testing.assert_close(part["weights"], truth, rtol=1e-9, atol=1e-10)
-        assert part["accounted"] == [(1.0, ranks.RATE, STEPS)]
+    for name in ("pieces", "hybrid"):
+        parts = [report[name] for report in reports]
+        truth = trained_alone(union(parts), 1.0, torch.float64)
+        for part in parts:
+            torch.testing.assert_close(part["weights"], truth, rtol=1e-9, atol=1e-10)
+            assert part["accounted"] == [(1.0, ranks.RATE, STEPS)]
     for report in reports:
         assert torch.equal(report["resume"]["resumed"]["weights"], report["resume"]["whole"]["weights"])
         assert report["moved at a learning rate of 0"] == 0.0
         assert report["half precision"]
         assert "module.0.weight is used by way of" in report["no rule"]
         assert "fully_shard on the root" in report["in part"]
+        assert "has an ordinary, unclipped gradient" in report["ordinary"]
+        assert "noise has no addresses" in report["no addresses"]
+        assert "no rank holds whole sums" in report["own sums"]
     for sizes in zip(*(report["local"] for report in reports), strict=True):
         assert sum(local for _, local, _ in sizes) == sizes[0][0]
         assert all(local == grad for _, local, grad in sizes)
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), pytest.param((4, 1, 2, 4), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.slow)]
+)
+def test_a_sharded_run_goes_on_at_another_number_of_ranks(sizes, tmp_path):
+    kept = launch(tmp_path, sizes[0], "keep")[0]["keep"]
+    for size in sizes[1:]:
+        for how, went_on in launch(tmp_path, size, "go_on")[0]["go_on"].items():
+            torch.testing.assert_close(went_on, kept[how], rtol=1e-12, atol=1e-13)
+            assert size != sizes[0] or how != "sharded" or torch.equal(went_on, kept[how])
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_a_release_of_float32_shards_is_not_rounded_where_computing_is_in_bfloat16(found):
+    assert all(share <= 0.01 for report in found for share in report["sharded"]["rounded"])
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_examples_whose_norms_cancel_or_overflow_are_clipped_in_shards_as_in_one_process(found):
+    for alone, sharded in (pair for report in found for pair in report["sharded"]["extremes"]):
+        assert float(alone.norm()) > 100
+        assert float((sharded - alone).norm() / alone.norm()) < 1e-6
 
 
 def test_what_the_accountant_would_not_count_is_refused(found):
@@ -175,6 +236,7 @@ def test_what_the_accountant_would_not_count_is_refused(found):
         assert "data sets differ" in said["other order"]
         assert "repeats some examples" in said["repeats"]
         assert "differ in noise_multiplier" in said["schedule"]
+        assert "differ in the batches" in said["left out"]
         assert "trains a model of its own" in said["alone"]
     assert "did not get an answer" in found[0]["absent"]
 

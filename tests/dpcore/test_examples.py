@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*.py") if path.stem != "private_lora")
@@ -83,6 +84,16 @@ def test_an_example_spends_its_budget_and_learns(command: tuple[str, ...]) -> No
     assert "synthetic data" in output
     assert first < spent and 49.5 < spent <= 50.0
     assert accuracy > 0.15  # of ten classes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 needs a GPU")
+def test_a_sharded_example_goes_on_from_its_checkpoint_at_another_number_of_ranks(tmp_path: Path) -> None:
+    command = ("-m", "dpcore.examples.llama_fsdp", "--smoke", "--lora", "4", "--steps", "2")
+    kept = ("--checkpoint", str(tmp_path / "llama"))
+    assert re.findall(r"^step (\d+): epsilon", run(*TORCHRUN, *command, *kept), re.MULTILINE) == ["1", "2"]
+    alone = run(*TORCHRUN[:-1], "--nproc-per-node=1", *command, *kept)
+    assert re.findall(r"^step (\d+): epsilon", alone, re.MULTILINE) == ["3", "4"]
 
 
 def test_the_cases_beside_opacus_come_out_as_the_page_says() -> None:

@@ -1,0 +1,110 @@
+"""What ``ranks.py`` asks of sharded models alone."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcore import PrivacyEngine
+from dpcore.noise import grid_spacing
+from tests.dpcore.ranks import CLIP, WORLD, data, model, noted, private, refusal, sharding, step, weights
+
+
+def rounded_in_mixed_precision(sigma: float) -> float:
+    """Return the share of bfloat16 numbers in what a model with float32 shards that computes in bfloat16 releases."""
+    _, module, optimizer, _ = private(sigma, torch.float32, how="narrow", check_batches=False)
+    released: list[torch.Tensor] = []
+    optimizer.scale_grad = partial(noted, released, optimizer, optimizer.scale_grad)
+    x, y = data(torch.float32)[:8][:2]
+    optimizer.zero_grad()
+    F.cross_entropy(module(x).float(), y).backward()
+    optimizer.step()
+    assert released[0].dtype == torch.float32
+    found = released[0][released[0] != 0]
+    return float((found == found.bfloat16().float()).float().mean())
+
+
+class Positions(nn.Module):
+    """A layer at all positions; outputs [B, 2], the mean over positions with signs that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(192, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        signs = 1.0 - 2.0 * (torch.arange(x.shape[1]) % 2)
+        return (self.layer(x) * signs[:, None]).mean(1).unflatten(1, (2, 96)).mean(2)
+
+
+def extremes(length: int, how: str) -> torch.Tensor:
+    """Return what a step moves on examples whose positions cancel more and more, one of them with huge numbers."""
+    torch.manual_seed(0)
+    module: nn.Module = Positions()
+    start = weights(module)
+    if how != "alone":
+        fully_shard(module, **sharding(how))
+    noise = torch.randn(8, length, 192, generator=torch.Generator().manual_seed(2))
+    same = torch.randn(8, 1, 192, generator=torch.Generator().manual_seed(3))
+    x = same + noise * torch.tensor([1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-5, 1.0, 1.0])[:, None, None]
+    x[6] *= 1e25
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=1e4),
+            data_loader=DataLoader(TensorDataset(x), batch_size=8),
+            noise_multiplier=0.0,
+            max_grad_norm=0.01,
+            expected_batch_size=1,
+            check_batches=False,
+        )
+    mine = torch.arange(8)[slice(None) if how == "alone" else slice(dist.get_rank(), None, WORLD)]
+    F.cross_entropy(private_module(x[mine]), mine % 2).backward()
+    optimizer.step()
+    return weights(module) - start
+
+
+def refused_in_shards() -> dict[str, Any]:
+    """What an ordinary gradient of a shard, noise without addresses and sums of a loop's own meet."""
+    found = {}
+    for name in ("ordinary", "no addresses", "own sums"):
+        _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
+        x, y = data()[:4][:2]
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        if name == "ordinary":
+            shard = next(module._module.module.parameters())
+            shard.grad = torch.ones_like(shard)
+        if name == "no addresses":
+            optimizer.noise.version = 1
+        if name == "own sums":
+            for param in module.parameters():
+                param.summed_grad = torch.ones(param.shape)
+        before = weights(module)
+        found[name] = refusal(optimizer.step)
+        assert torch.equal(weights(module), before)
+    return found
+
+
+def released_securely(how: str) -> torch.Tensor:
+    """Return what a step releases in secure mode, in units of the grid."""
+    engine = PrivacyEngine(secure_mode=True)
+    module: nn.Module = model()
+    for layer in (module[4], module):  # type: ignore[index]
+        fully_shard(layer, **sharding(how))
+    module, optimizer, _ = engine.make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(data(), batch_size=10), noise_multiplier=0.7, max_grad_norm=CLIP, check_batches=False,
+    )  # fmt: skip
+    released: list[torch.Tensor] = []
+    optimizer.scale_grad = partial(noted, released, optimizer, optimizer.scale_grad)
+    step(module, optimizer, *data()[:6][:2])
+    return released[0] / grid_spacing(0.7 * CLIP)
