@@ -366,10 +366,10 @@ class DPDataLoader(CountingDataLoader):
 
     def __repr__(self) -> str:
         size = len(self.dataset)  # type: ignore[arg-type]
+        drawn = "" if self.kind == "poisson" else f", sampling={self.kind!r}"
         return (
             f"{type(self).__name__}({size} examples, sample_rate={self.sample_rate:.6g}: about "
-            f"{size * self.sample_rate:.4g} a batch, {len(self)} batches a round, {self.handed_out} handed out, "
-            f"sampling={self.kind!r})"
+            f"{size * self.sample_rate:.4g} a batch, {len(self)} batches a round, {self.handed_out} handed out{drawn})"
         )
 
     def __iter__(self) -> Any:
