@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
         "architecture": platform.machine(),
         "gpus": gpus(),
     }
-    identity = [str(facts[k]) for k in ("cpu", "cores", "memory_bytes")] + [_machine_id()]
+    identity = [*(str(facts[k]) for k in ("cpu", "cores", "memory_bytes")), _machine_id(), kind()]
     facts["id"] = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:8]
     return facts
 
@@ -42,11 +42,17 @@ COMPUTES = re.compile(r"(sse|ssse|avx|fma|f16c|amx|vnni|neon|asimd|sve|sme|bf16|
 """The instruction sets that libraries choose their kernels by."""
 
 
+GENERATION = {"cpu family", "model", "CPU part"}
+"""What tells processors of one name apart: virtual machines call several generations "AMD EPYC"."""
+
+
 def kind(device: str = "cpu") -> str:
     """Return a hash of what decides which kernels a library runs here, and so of what a verdict or a reference from
     another machine is worth here: the processors' model and instruction sets, and, of a GPU, its model and driver."""
-    flags = {word for line in _read("/proc/cpuinfo").splitlines() for word in _flags(line)}
-    parts = [platform.machine(), _cpu_model(), *sorted(flags)]
+    lines = _read("/proc/cpuinfo").splitlines()
+    generation = {" ".join(line.split()) for line in lines if line.partition(":")[0].strip() in GENERATION}
+    flags = {word for line in lines for word in _flags(line)}
+    parts = [platform.machine(), _cpu_model(), *sorted(generation), *sorted(flags)]
     # All GPUs of a machine have one driver.
     parts += [str(card()).rpartition(" ")[0], *gpus()[:1]] if device == "cuda" else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]

@@ -42,6 +42,16 @@ def test_twice_the_memory_makes_another_machine(monkeypatch: pytest.MonkeyPatch)
     assert machine.describe()["id"] != before
 
 
+def test_another_generation_of_one_name_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for model in (49, 17):
+        text = f"model name\t: AMD EPYC\ncpu family\t: 23\nmodel\t\t: {model}\nflags\t\t: avx2 fma\n"
+        monkeypatch.setattr(machine, "_read", lambda path, text=text: text)
+        machine.describe.cache_clear()
+        found.append(machine.describe()["id"])
+    assert found[0] != found[1]
+
+
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program nvidia-smi that tells of two equal cards, of which the first has a slice."""
