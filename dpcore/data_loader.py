@@ -128,10 +128,7 @@ def _sampler(
     if steps is not None:
         raise ValueError(f"steps is {steps}, and a round of sampling={sampling!r} is one epoch; leave it out.")
     rate = check_number("sample_rate", drawn.pop("sample_rate"), lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
-    ranks = None if shares is None else (dist.get_rank(), dist.get_world_size())
-    if ranks is not None:
-        _check_own_part(max_batch_size)
-    drawn |= {"distributed": ranks, "drop_last": drop_last, "max_batch_size": max_batch_size}
+    drawn |= {"distributed": shares is not None, "drop_last": drop_last, "max_batch_size": max_batch_size}
     return epoch_sampler(sampling, examples, rate, **drawn)
 
 

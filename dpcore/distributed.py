@@ -122,6 +122,17 @@ class Ranks:
                 "DifferentiallyPrivateDistributedDataParallel on all ranks, and load checkpoints on all of them."
             )
 
+    def agree_where_known(self, what: str, value: Any) -> None:
+        """PrivacyError unless ``value`` has the same text on all ranks on which it is not None."""
+        mine = torch.tensor([0 if value is None else _digest([repr(value).encode()])], device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._together(lambda: dist.all_gather(everyone, mine, group=self.group))
+        if len({int(found) for found in everyone} - {0}) > 1:
+            raise PrivacyError(
+                f"The ranks differ in {what}: with parts of two lists an example may be in both. Every rank must use "
+                "its loader's batches in their order, as many for a step as the others."
+            )
+
     def _together(self, collective: Callable[[], Any]) -> Any:
         try:
             return collective()

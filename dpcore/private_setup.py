@@ -338,11 +338,14 @@ class Setup:
             seed=seed,
             secure=self.secure,
             distributed=ranks is not None,
-            shares="dealt",
+            # Of batches that are not followed nobody knows whether all ranks have parts of the same.
+            shares="dealt" if self.settings["check_batches"] else "owned",
             max_batch_size=longest_batch(self.settings),
             sampling=self.settings["sampling"],
         )
         if ranks is not None:
+            how = poisson.kind, poisson.source, poisson.is_dealt, poisson.sampler_state.max_batch_size
+            ranks.agree({"how batches are drawn": how})
             ranks.join_batches(poisson)
         warn_of_overflow(poisson.sampler_state)
         return poisson, poisson.sample_rate

@@ -79,6 +79,8 @@ class Spending:
                 "forget them. To read it by another accountant, give that the same history (other.history = "
                 "list(engine.accountant.history)); for another run use a new PrivacyEngine."
             )
+        if not accountant.takes_bins and any(isinstance(rate, tuple) for _, rate, _ in accountant.history):
+            self.check_takes(BINS, accountant)
         charged = self._accountant.failure_probability - accountant.failure_probability
         if charged > 0.0:
             accountant.add_failure_probability(min(1.0, charged))
@@ -93,10 +95,11 @@ class Spending:
             )
         self.dataset = dataset
 
-    def check_takes(self, sampling: str) -> None:
-        """Refuse a sampler of which the accountant knows no bound, before anything is made private."""
-        if sampling == BINS and not self.accountant.takes_bins:
-            self.accountant.count_epochs(noise_multiplier=1.0, bins=2)  # raises the error that says so
+    def check_takes(self, sampling: str, accountant: IAccountant | None = None) -> None:
+        """Refuse a sampler of which the accountant, this one or another, knows no bound, before anything is done."""
+        accountant = accountant or self.accountant
+        if sampling == BINS and not accountant.takes_bins:
+            accountant.count_epochs(noise_multiplier=1.0, bins=2)  # raises the error that says so
 
     # ---- epsilon and the budget
 
@@ -211,14 +214,19 @@ class Spending:
     def _entries(self, optimizer: DPOptimizer, rate: float) -> tuple[History, list[str] | None]:
         """Return what the step at hand adds to a history, and the epochs that it brings; None where none are dealt.
 
-        Where it is not known which batches it has used, all epochs count of which it may have used one.
+        Where it is not known which batches it has used, all epochs count of which it may have used one. A batch that
+        was used before, or of which nothing is known, is a step of all examples: an epoch covers each batch once.
         """
         k, loader = optimizer.accumulated_iterations, optimizer.run.loader
         noise = optimizer.noise_multiplier / k**0.5
         sampler = loader.sampler_state if isinstance(loader, DPDataLoader) else None
         if not isinstance(sampler, EpochSampler):
             return [(noise, rate, k)], None
-        used = () if optimizer.run.ledger is None else optimizer.run.ledger.used
+        ledger = optimizer.run.ledger
+        used = () if ledger is None else ledger.used
+        again = any(batch.is_again for batch in used) or (not used and sampler.source in self.unused.came_again)
+        if ledger is None or ledger.is_foreign or again:
+            return [(noise, 1.0, k)], []
         names = [batch.epoch for batch in used if batch.epoch is not None]
         if len(names) < k or len(names) < len(used):
             names = [*sampler.begun, *self.unused.epochs[sampler.source]]
@@ -242,6 +250,7 @@ class Spending:
         """Note the epoch that :meth:`epoch_at` has told of; one of another seed or of other data has another name."""
         if "epoch" in position:
             self._epochs[position["epoch"]] = float(position["epoch's noise"])
+            self.unused.go_on_at(position["epoch"], int(position["drawn"]))
 
     def made(self) -> list[Made]:
         """Return how the runs were made whose steps are counted here, also of those whose optimizers are gone.

@@ -97,7 +97,9 @@ def counted_as(
     if sampling == "poisson":
         return sample_rate, of_poisson
     bins = max(1, round(1 / sample_rate))
-    begun = -(-of_poisson // bins) if epochs is None else math.ceil(epochs * (1 - 1e-12))
+    # A shuffled epoch without its last, shorter batch has so many at least.
+    least = bins if sampling == BINS else max(1, int(1 / sample_rate + 1e-9))
+    begun = -(-of_poisson // least) if epochs is None else math.ceil(epochs * (1 - 1e-12))
     return (BINS, bins) if sampling == BINS and bins > 1 else 1.0, begun
 
 

@@ -61,8 +61,6 @@ class EpochSampler(UniformWithReplacementSampler):
         seed: Up to 128 bits; None draws a secret one.
         secure: Whether to draw from the operating system's cryptographic generator instead of a seed.
         max_batch_size: The most examples of a bin; of a longer one so many are kept, at random.
-        rank: Of several processes, of which each deals its own examples: this one's ...
-        num_replicas: ... number among so many.
     """
 
     def __init__(
@@ -75,13 +73,11 @@ class EpochSampler(UniformWithReplacementSampler):
         seed: int | None = None,
         secure: bool = False,
         max_batch_size: int | None = None,
-        rank: int = 0,
-        num_replicas: int = 0,
     ) -> None:
         rate = 1 / batches if batch_size is None else min(1.0, batch_size / num_samples)
         given: dict[str, Any] = {"seed": seed, "secure": secure, "max_batch_size": max_batch_size}
         super().__init__(num_samples=num_samples, sample_rate=rate, steps=batches, **given)
-        self._kind, self.batch_size, self.rank, self.num_replicas = kind, batch_size, rank, num_replicas
+        self._kind, self.batch_size = kind, batch_size
         self._dealt: tuple[int, str, list[np.ndarray]] | None = None
         self._names: OrderedDict[int, str] = OrderedDict()
         self._begun: dict[str, None] = {}
@@ -148,15 +144,15 @@ class EpochSampler(UniformWithReplacementSampler):
         """Return the name of the epoch of draw ``k``, by all that decides its deal; in secure mode a new one."""
         if self.secure:
             return secrets.token_hex(16)
-        among = (self.kind, self.num_samples, self.steps, self.batch_size, self.rank, self.num_replicas)
+        among = (self.kind, self.num_samples, self.steps, self.batch_size)
         return hashlib.sha256(repr((*among, self.seed, k // self.steps)).encode()).hexdigest()[:32]
 
     def _stream(self, epoch: int, what: int = 0) -> np.random.Generator:
-        return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self.seed, epoch, self.rank, what])))
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self.seed, epoch, what])))
 
     def _deal(self, epoch: int) -> list[np.ndarray]:
         """Return the examples of every batch of an epoch."""
-        owned = np.arange(self.rank, self.num_samples, self.num_replicas or 1)
+        owned = np.arange(self.num_samples)
         if self.kind == SHUFFLE:
             assert self.batch_size is not None
             order = np.argsort(_system_numbers(len(owned))) if self.secure else self._stream(epoch).permutation(owned)
@@ -181,7 +177,7 @@ def _system_numbers(count: int) -> np.ndarray:
 
 
 def epoch_sampler(
-    kind: str, examples: int, sample_rate: float, *, distributed: Any, drop_last: bool, **drawn: Any
+    kind: str, examples: int, sample_rate: float, *, distributed: bool, drop_last: bool, **drawn: Any
 ) -> EpochSampler:
     """Return the sampler for a sample rate; the length of shuffled batches is that times the number of examples.
 
@@ -189,22 +185,21 @@ def epoch_sampler(
         kind: "bins" or "shuffle".
         examples: How many there are.
         sample_rate: An example's chance to be in a batch.
-        distributed: (rank, number of ranks), or None.
+        distributed: Whether several ranks are to draw.
         drop_last: Whether a shuffled batch that is shorter is left out.
         **drawn: Seed, secure mode and the longest batch.
 
     Raises:
-        UnsupportedError: shuffled batches of several ranks.
+        UnsupportedError: several ranks.
         ValueError: no batch is whole.
     """
-    if kind == BINS:
-        ranks = {} if distributed is None else {"rank": distributed[0], "num_replicas": distributed[1]}
-        return EpochSampler(num_samples=examples, kind=kind, batches=bins_for(sample_rate), **ranks, **drawn)
-    if distributed is not None:
+    if distributed:
         raise UnsupportedError(
-            "sampling='shuffle' is for one process: ranks would cut one order of all examples, and each knows its own "
-            "alone. Use sampling='bins', whose epsilon is smaller, too."
+            f"sampling={kind!r} is for one process: each rank would deal epochs of its own, and none knows how many "
+            "the others have begun. Leave it out: one Poisson batch is dealt out to all ranks."
         )
+    if kind == BINS:
+        return EpochSampler(num_samples=examples, kind=kind, batches=bins_for(sample_rate), **drawn)
     size = max(1, round(sample_rate * examples))
     batches = examples // size if drop_last else math.ceil(examples / size)
     if not batches:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -30,7 +30,8 @@ class Batch:
     ``loader``: its loader's name in this process. ``number``: how many batches the loader has handed out with it.
     ``source``: the rate at which it was drawn. ``draw``: its number among the draws of the loader's sampler, None where
     that is not known. ``examples``: how many it is made of. ``epoch``: the name of the dealt epoch that it is of, None
-    where none is dealt or it is not known.
+    where none is dealt or it is not known. ``is_again``: whether it was handed out before, or its epoch by another
+    loader, as those of one seed do: what is counted for the epoch does not cover it.
     """
 
     loader: int
@@ -39,6 +40,7 @@ class Batch:
     draw: int | None
     examples: int
     epoch: str | None = None
+    is_again: bool = False
 
 
 class Unused:
@@ -46,8 +48,25 @@ class Unused:
 
     def __init__(self) -> None:
         self.of: defaultdict[Source, deque[Batch]] = defaultdict(partial(deque, maxlen=LOOKED_AT))
-        self.epochs: defaultdict[Source, dict[str, None]] = defaultdict(dict)  # of all batches, used or not
+        self.epochs: defaultdict[Source, dict[str, int]] = defaultdict(dict)  # of all batches, and whose they are
+        self.came_again: set[Source] = set()
+        self._next: dict[str, int] = {}  # of each epoch the draw behind the newest that was handed out
         _ALL.add(self)
+
+    def add(self, batch: Batch) -> None:
+        """Note a batch that was handed out."""
+        if (epoch := batch.epoch) is not None:
+            owner = self.epochs[batch.source].setdefault(epoch, batch.loader)
+            if owner != batch.loader or batch.draw is None or batch.draw < self._next.get(epoch, 0):
+                batch = replace(batch, is_again=True)
+                self.came_again.add(batch.source)
+            else:
+                self._next[epoch] = batch.draw + 1
+        self.of[batch.source].append(batch)
+
+    def go_on_at(self, epoch: str, draw: int) -> None:
+        """Note that a run goes on within an epoch, whose batches before this one were handed out."""
+        self._next[epoch] = max(draw, self._next.get(epoch, 0))
 
 
 _ALL: WeakSet[Unused] = WeakSet()
@@ -77,9 +96,7 @@ def hand_out(
     Ledger.poisson_batches += source is not None
     batch = Batch(name_of(loader), number, source, draw, examples, epoch)
     for unused in list(_OWNERS.get(loader, _ALL)):
-        unused.of[source].append(batch)
-        if epoch is not None:
-            unused.epochs[source][epoch] = None
+        unused.add(batch)
 
 
 class Ledger:
@@ -98,6 +115,8 @@ class Ledger:
         self.checks = checks
         self.used: tuple[Batch, ...] = ()
         """The batches of the last step; none where it is not certain which they are."""
+        self.is_foreign = False
+        """Whether the last step used batches that no loader has handed out for it, which ``checks`` refuses."""
         self._steps = 0
         self._pieces: float | None = None  # passes for each batch, at all steps so far
 
@@ -115,7 +134,7 @@ class Ledger:
         unused = self.unused.of[key]
         self._steps += 1
         found = self._batches_of(unused, sizes)
-        self.used = ()
+        self.used, self.is_foreign = (), not found
         if not found:
             if self.checks:
                 self._refuse(unused, sizes)

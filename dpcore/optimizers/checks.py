@@ -144,6 +144,9 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
             "the weights": None if known else fingerprint(optimizer.module._module.parameters()),
         }
     )
+    if getattr(optimizer.run.loader, "is_dealt", False) and optimizer.run.ledger is not None:
+        draws = tuple(batch.draw for batch in optimizer.run.ledger.used)
+        ranks.agree_where_known("the draws of the batches of this step", draws if draws and None not in draws else None)
     optimizer.weights_agree = True
 
 

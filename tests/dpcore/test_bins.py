@@ -191,14 +191,18 @@ def test_an_epoch_that_was_broken_off_is_left_and_a_saved_one_goes_on():
 # ---- what is counted
 
 
-def private(sampling, engine=None, rows=103, **options):
+def private(sampling, engine=None, rows=103, generator=None, **options):
     torch.manual_seed(0)
     model, data = torch.nn.Linear(5, 3), TensorDataset(torch.randn(rows, 5), torch.arange(rows) % 3)
     engine = engine or PrivacyEngine(seed=1)
     private = {"noise_multiplier": 1.0} if "target_epsilon" not in options else {}
     make = engine.make_private if private else engine.make_private_with_epsilon
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"module": model, "optimizer": optimizer, "data_loader": DataLoader(data, batch_size=10)}
+    given = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": DataLoader(data, batch_size=10, generator=generator),
+    }
     return engine, *make(**given, max_grad_norm=1.0, sampling=sampling, **private, **options)
 
 
@@ -250,6 +254,52 @@ def test_batches_of_another_loader_bring_its_epochs():
     poisson = DPDataLoader(made.dataset, sample_rate=1 / 11, seed=5)
     with pytest.raises(PrivacyError, match="came from elsewhere"):
         train(model, optimizer, poisson, 1)
+
+
+@pytest.mark.parametrize("sampling", ["bins", "shuffle"])
+@pytest.mark.parametrize("how", ["seed", "state", "steps", "own batches"])
+def test_releases_of_one_deal_are_not_free(sampling, how):
+    """An epoch was paid once by its name: whatever was made of the same deal afterwards cost nothing."""
+    engine = PrivacyEngine()
+    generators = [torch.Generator().manual_seed(0) if how == "seed" else None for _ in range(3)]
+    checks = how in ("seed", "state")
+    first = private(sampling, engine, generator=generators[0], check_batches=checks)[1:]
+    saved = first[2].sampler_state.state_dict()
+    for again, generator in enumerate(generators):
+        model, optimizer, made = first
+        if how == "seed" and again:
+            model, optimizer, made = private(sampling, engine, generator=generator)[1:]
+        if how == "state":
+            made.sampler_state.load_state_dict(saved)
+        batches = list(DataLoader(made.dataset, batch_size=10)) if how == "own batches" else made
+        for x, y in batches:
+            for _ in range(3 if how == "steps" else 1):
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if how == "steps":
+            break
+    # Three releases of each batch of one deal are one with 1 / √3 of the noise.
+    bins = 11 if sampling == "bins" else 1
+    assert engine.get_epsilon(1e-3) >= epsilon(1.0 / 3**0.5, bins, 1, 1e-3)
+
+
+def test_an_accountant_without_a_bound_does_not_take_the_place_of_one_that_has_it():
+    engine, model, optimizer, made = private("bins")
+    train(model, optimizer, made, 1)
+    other = RDPAccountant()
+    other.history = list(engine.accountant.history)
+    with pytest.raises(UnsupportedError):
+        engine.accountant = other
+
+
+def test_shuffled_epochs_without_their_last_batch_are_shorter():
+    noise = get_noise_multiplier(
+        target_epsilon=3.0, target_delta=1e-3, sample_rate=10 / 15, steps=4, sampling="shuffle"
+    )
+    accountant = PRVAccountant()
+    accountant.history = [(noise, 1.0, 4)]
+    assert accountant.get_epsilon(1e-3) <= 3.0
 
 
 def test_less_noise_within_an_epoch_counts_it_again():
