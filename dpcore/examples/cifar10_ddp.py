@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=0.002)
     options = parser.parse_args()
     if options.smoke:
-        options.epochs, options.learning_rate = min(options.epochs, 2), 0.01
+        options.epochs, options.learning_rate = min(options.epochs, 4), 0.003
 
     if not dist.is_torchelastic_launched():
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m dpcore.examples.cifar10_ddp ...")

@@ -80,10 +80,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 def test_an_example_spends_its_budget_and_learns(command: tuple[str, ...]) -> None:
     output = run(*command, "--smoke", "--seed", "1", "--epsilon", "50")
     epochs = [(float(e), float(a)) for e, a in re.findall(r"epsilon ([\d.]+).*accuracy ([\d.]+)", output)]
-    (first, _), (spent, accuracy) = epochs
+    (first, _), (spent, accuracy) = epochs[0], epochs[-1]
     assert "synthetic data" in output
     assert first < spent and 49.5 < spent <= 50.0
-    assert accuracy > 0.15  # of ten classes
+    assert accuracy > 0.25  # of ten classes
 
 
 @pytest.mark.slow

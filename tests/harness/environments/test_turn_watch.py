@@ -64,6 +64,16 @@ def test_a_first_step_that_takes_many_others_is_a_fault(monkeypatch):
     assert "the first step of a turn took more than" in watch(monkeypatch, 1.0, 0.0).faults(0.001, 10.0)[0]
 
 
+@pytest.mark.parametrize(("held_up", "faults"), [(0, 0), (3, 0), (30, 1)])
+def test_few_first_steps_of_many_may_be_held_up(monkeypatch, held_up, faults):
+    notes = watch(monkeypatch, 0.1, 0.0)
+    for turn in range(40):
+        notes.opened(0.0, 0.0)
+        notes.clock_starts(0.012 if turn < held_up else 0.004, 0.0, 0.009, 4.0)
+        notes.clock_stops(0.1, notes.work())
+    assert len(notes.faults(0.01 / 50, 5.0)) == faults
+
+
 def test_the_ratio_is_that_of_the_blocks_that_both_have_and_leaves_no_slow_one_out():
     base = [(block, 10, 1.0, 1.0) for block in range(1, 6)]
     head = [(block, 5, 0.5, 1.0 if block == 3 else 0.5) for block in range(2, 7)]
