@@ -95,7 +95,8 @@ def run(
 ) -> None:
     """Measure the units that are not done, each on one machine, until all are done or were tried three times.
 
-    The same command goes on where it was stopped. Exit code 3 where a unit is missing or a cell failed.
+    The same command goes on where it was stopped. Exit code 3 where a unit is missing or a cell failed, 1 where a
+    contestant was rejected; both are named.
     """
     from rich.console import Console
 
@@ -117,11 +118,33 @@ def run(
     missing = [unit.name for unit in grid.plan.units if unit.name not in state.done]
     if as_json:
         print(json.dumps({"done": len(state.done), "missing": missing}))
-    for name in [] if as_json else missing:
-        print(f"Not done: {name}: {_why(grid, name)}")
-    if not as_json and not missing:
-        print(f"All units are done. Next: dpbench grid merge {folder}")
+    if not as_json:
+        for name in missing:
+            print(f"Not done: {name}: {_why(grid, name)}")
+        _say_without_time(grid, [name for name, end in sorted(state.done.items()) if end.exit])
+        if not missing:
+            print(f"All units are done. Next: dpbench grid merge {folder}")
     raise typer.Exit(CELL_FAILED if missing else max(end.exit for end in state.done.values()))
+
+
+MOST_WITHOUT_TIME = 12
+"""Cells without a time that are named after a run."""
+
+
+def _say_without_time(grid: GridFolder, units: Sequence[str]) -> None:
+    """Print which cells of units that are done have no time and why: what the exit code speaks of."""
+    from harness.store.read import load
+
+    found = {
+        f"{one.cell.task}, batch {one.cell.batch_size}, {one.cell.contestant}": f"{one.state}: {one.reason}"
+        for unit in units
+        for one in load(grid.units / unit)
+        if one.state != "ok"
+    }
+    for cell, why in list(found.items())[:MOST_WITHOUT_TIME]:
+        print(f"Without a time: {cell}: {why}")
+    if len(found) > MOST_WITHOUT_TIME:
+        print(f"... and {len(found) - MOST_WITHOUT_TIME} more; dpbench report names all.")
 
 
 def _settings(given: Sequence[str]) -> dict[str, str]:

@@ -399,5 +399,9 @@ def ensure_data(name: str, synthetic: bool, log: Log) -> Data:
 
 
 def command_line() -> str:
-    """Return the command that this process was started with."""
-    return "dpbench " + shlex.join(sys.argv[1:])
+    """Return the command that this process was started with, without the folder, which is nobody else's business."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--out=")]
+    if "--out" in words:
+        at = words.index("--out")
+        words[at : at + 2] = []
+    return "dpbench " + shlex.join(words)

@@ -197,6 +197,8 @@ def pack(folder: Path | Sequence[Path], target: Path) -> int:
         paths = sorted((one / "records").glob("*.json"))
         if not paths and (one / GRID).exists():
             raise BadInput(f"{one} is a grid, which is packed by `dpbench grid merge {one}`.")
+        if one.is_file():
+            raise BadInput(f"{one} is a file; what is packed is a run's folder. A pack is copied as it is.")
         if not paths:
             raise BadInput(f"{one} has no records to pack; name the folder of a finished run.")
         busy = f"A run is at work in {one}, so its records are not all there yet; wait for it."

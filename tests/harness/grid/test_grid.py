@@ -53,6 +53,7 @@ def test_a_merged_grid_is_one_sequential_run_in_everything_but_times(finished: G
     alone = tmp_path / "alone"
     done = subprocess.run([sys.executable, str(DRIVE), *words, "--out", str(alone)], env=finished.environment)
     assert done.returncode == 0
+    assert all(record.command.startswith("dpbench run e2e") and "--out" not in record.command for record in load(alone))
     merged = {record.file_name: lasting(record) for record in finished.merged()}
     assert merged == {record.file_name: lasting(record) for record in load(alone)}
     pages, tables = [], []
@@ -234,6 +235,14 @@ def test_a_unit_that_cannot_be_measured_is_tried_three_times_and_named(cache: Pa
     assert len(grid.attempts()) == 3
     said = json.loads(grid.ask("status", "--json").stdout)
     assert said["units"] == 1 and not said["done"] and "/no/such/script" in str(said["open"])
+
+
+def test_what_has_no_time_is_named_where_the_exit_code_speaks_of_it(cache: Path, tmp_path: Path) -> None:
+    grid = Grid(tmp_path / "grid", cache)
+    grid.plan((300,), "noop,crash", "--no-memory")
+    done = grid.ask("run")
+    assert done.returncode == 3 and "All units are done" in done.stdout, done.stderr
+    assert "Without a time: logreg, batch 300, phantom-crash: crashed: " in done.stdout
 
 
 @pytest.mark.parametrize(
