@@ -17,10 +17,11 @@ from harness.paths import ROOT
 
 FOLDER = ROOT / "results"
 FILE = FOLDER / "index.toml"
-CURRENT = "current"
+CITED = "cited"
+HOLD = (CITED, "kept")
 DATE = re.compile(r"-\d{4}-\d\d-\d\d$")
 
-Status = Literal["current", "superseded", "scouting", "withdrawn"]
+Status = Literal["cited", "kept", "superseded", "scouting", "withdrawn"]
 
 
 class Entry(BaseModel):
@@ -34,8 +35,9 @@ class Entry(BaseModel):
         threads: Threads of the measured process; None where threads do not matter.
         date: Day on which the run began (UTC).
         commit: Commit of the code that ran; None where it was not recorded.
-        status: ``current``: its figures hold today. ``superseded``: newer code or a better run replaced it.
-            ``scouting``: rough magnitudes, not measurements. ``withdrawn``: do not use it.
+        status: ``cited``: its figures hold, and a page of README, results/README or docs names it. ``kept``: they hold.
+            ``superseded``: newer code or a better run replaced it. ``scouting``: rough magnitudes, not measurements.
+            ``withdrawn``: do not use it.
         note: Why it has this status, and what a reader has to know.
     """
 
@@ -53,7 +55,7 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _with_a_reason(self) -> Entry:
-        if self.status != CURRENT and not self.note:
+        if self.status not in HOLD and not self.note:
             raise ValueError(f"{self.name} is {self.status}: its `note` must say why")
         return self
 
@@ -78,13 +80,13 @@ class Index(BaseModel):
         return self
 
     def find(self, name: str) -> list[Entry]:
-        """Return the entries meant by a name: ``current``, or one entry by its name, without the date, or by a part.
+        """Return the entries meant by a name: ``cited``, or one entry by its name, without the date, or by a part.
 
         Raises:
             BadInput: No entry or several match, or the entry holds no records.
         """
-        if name == CURRENT:
-            return [e for e in self.run if e.status == CURRENT and e.holds_records]
+        if name == CITED:
+            return [e for e in self.run if e.status == CITED and e.holds_records]
         found = (
             [e for e in self.run if e.name == name]
             or [e for e in self.run if re.sub(DATE, "", e.name) == name]
@@ -94,10 +96,10 @@ class Index(BaseModel):
             raise BadInput(f"{name!r} means several runs; choose one of {', '.join(e.name for e in found)}.")
         if not found:
             undated = (re.sub(DATE, "", e.name) for e in self.run)
-            near = did_you_mean(name, [CURRENT, *(e.name for e in self.run), *undated])
+            near = did_you_mean(name, [CITED, *(e.name for e in self.run), *undated])
             raise BadInput(
                 f"There is no file or folder {name} here, and results/index.toml, which lists the committed runs, has "
-                f"none of that name{near}; `current` means all whose figures hold today."
+                f"none of that name{near}; `cited` means all that pages rest on."
             )
         if not found[0].holds_records:
             raise BadInput(f"{found[0].name} holds no records that can be reported; open results/{found[0].file}.")
@@ -123,7 +125,7 @@ def places(given: Sequence[Path], index: Path = FILE) -> list[Path]:
     """Replace names of committed runs by their files. A path that exists stays what it is.
 
     Args:
-        given: Paths of folders and files, names of entries, or ``current``.
+        given: Paths of folders and files, names of entries, or ``cited``.
         index: The index that knows the names.
 
     Raises:
@@ -131,7 +133,7 @@ def places(given: Sequence[Path], index: Path = FILE) -> list[Path]:
     """
     found: list[Path] = []
     for place in given:
-        if place.exists() or len(place.parts) != 1 or (not index.exists() and str(place) != CURRENT):
+        if place.exists() or len(place.parts) != 1 or (not index.exists() and str(place) != CITED):
             found.append(place)
         else:
             found += [index.parent / entry.file for entry in load(index).find(str(place))]

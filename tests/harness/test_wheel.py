@@ -115,7 +115,7 @@ def test_a_new_framework_goes_into_the_working_directory(installed: Installed) -
 
 @pytest.mark.parametrize(
     "arguments",
-    [("report", "current"), ("findings",), ("compare", "--base", "HEAD", "--head", "."), ("gate", "--mutants")],
+    [("report", "cited"), ("findings",), ("compare", "--base", "HEAD", "--head", "."), ("gate", "--mutants")],
     ids=" ".join,
 )
 def test_what_needs_a_checkout_says_so(installed: Installed, arguments: tuple[str, ...]) -> None:

@@ -68,14 +68,14 @@ def test_an_entry_says_what_its_records_say(entry: index.Entry) -> None:
     assert identity in entry.machine and identity in entry.file
 
 
-def test_what_is_not_current_says_why(tmp_path: Path) -> None:
+def test_what_does_not_hold_says_why(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="must say why"):
         index.load(written(tmp_path, ("a", "superseded", "")))
 
 
 def test_a_name_means_one_run(tmp_path: Path) -> None:
     names = ("grid-2-2026-11-22", "grid-2026-11-21", "scout-2026-11-20")
-    loaded = index.load(written(tmp_path, *((n, "current" if "grid" in n else "scouting", "n") for n in names)))
+    loaded = index.load(written(tmp_path, *((n, "cited" if "grid" in n else "scouting", "n") for n in names)))
 
     def found(name: str) -> list[str]:
         return [e.name for e in loaded.find(name)]
@@ -83,30 +83,38 @@ def test_a_name_means_one_run(tmp_path: Path) -> None:
     assert found("grid-2") == ["grid-2-2026-11-22"]
     assert found("grid") == ["grid-2026-11-21"]
     assert found("scou") == ["scout-2026-11-20"]
-    assert found("current") == list(names[:2])
+    assert found("cited") == list(names[:2])
     for name, why in (("2026", "several runs"), ("frontier", "none of that name")):
         with pytest.raises(BadInput, match=why):
             loaded.find(name)
 
 
+def test_cited_are_the_runs_that_pages_name() -> None:
+    read = (Path("README.md"), RESULTS / "README.md", *Path("docs").glob("*.md"))
+    text = "\n".join(page.read_text() for page in read)
+    hold = [e for e in index.load().run if e.status in index.HOLD]
+    named = {e.name for e in hold if re.search(rf"(?<![\w-]){re.escape(e.name)}(?![\w-])", text)}
+    assert {e.name for e in hold if e.status == "cited"} == named
+
+
 def test_two_entries_with_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="share"):
-        index.load(written(tmp_path, ("a", "current", ""), ("a", "current", "")))
+        index.load(written(tmp_path, ("a", "cited", ""), ("a", "cited", "")))
 
 
 def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, ("mine", "current", ""))
+    path = written(tmp_path, ("mine", "cited", ""))
     assert index.places([Path("mine")], path) == [tmp_path / "records" / "mine.jsonl.gz"]
     Path("mine").mkdir()
     assert index.places([Path("mine")], path) == [Path("mine")]
 
 
-@pytest.mark.parametrize(("name", "meant"), [("currnt", "current"), ("grid-lstm-3", "grid-lstm-2"), ("qick", "quick")])
+@pytest.mark.parametrize(("name", "meant"), [("citd", "cited"), ("grid-lstm-3", "grid-lstm-2"), ("qick", "quick")])
 def test_a_misspelt_run_is_answered_with_the_one_that_is_meant(name: str, meant: str) -> None:
     with pytest.raises(BadInput, match=rf"no file or folder {name} here, .*did you mean {meant}\?"):
         index.load().find(name)
-    with pytest.raises(BadInput, match=r"none of that name; `current`"):
+    with pytest.raises(BadInput, match=r"none of that name; `cited`"):
         index.load().find("xyzzy")
 
 
@@ -129,9 +137,9 @@ def test_explain_and_history_take_it_too(tmp_path: Path) -> None:
     assert added.exit_code == 0 and len(list(tmp_path.rglob("*.json"))) == 1
 
 
-def test_current_means_runs_that_can_be_read_together() -> None:
-    files = index.places([Path("current")])
-    assert len(records.load(*files)) == sum(len(gzip.decompress(f.read_bytes()).splitlines()) for f in files) > 1000
+def test_cited_means_runs_that_can_be_read_together() -> None:
+    files = index.places([Path("cited")])
+    assert len(records.load(*files)) == sum(len(gzip.decompress(f.read_bytes()).splitlines()) for f in files) > 100
 
 
 def test_packing_compresses_and_gives_the_same_bytes_twice(tmp_path: Path) -> None:
@@ -162,12 +170,12 @@ def test_tables_of_pages_are_what_the_records_give(page: Path) -> None:
     assert pages.fill(index.ROOT / page, text) == text, "run `make findings`"
 
 
-def test_the_result_shown_first_rests_on_current_runs() -> None:
+def test_the_result_shown_first_rests_on_cited_runs() -> None:
     for page in (Path("README.md"), RESULTS / "README.md"):
         for block in pages.BLOCK.finditer(page.read_text()):
             for part in block["what"].split(" | "):
                 entries = [e for name in part.split(" at ")[0].split() for e in index.load().find(name)]
-                assert {e.status for e in entries} == {"current"}
+                assert {e.status for e in entries} == {"cited"}
                 kinds = {e.machine.rpartition(", ")[0] for e in entries}  # without the one machine's number
                 assert len(kinds) == 1
 
