@@ -66,9 +66,9 @@ class Size:
 # 80 for batches of one process that are dealt out to ranks, and by 180 and 120 for shards in a folder of their own; by
 # 171 and 9 for a sharded Llama as an example.
 # Dpcore by 39 and tests by 50 for batches of one deal that come again, and ranks that use different draws.
-# Harness by 32 and tests by 37 for cells of a grid without a time, and runs that pages cite.
+# Harness by 44 and tests by 39 for cells of a grid without a time, runs that pages cite, and marks of a figure.
 LIMITS = {
-    "harness": Size(lines=39_035, long_classes=0, long_files=5),
+    "harness": Size(lines=39_045, long_classes=0, long_files=5),
     "dpcore": Size(lines=32_458, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),

@@ -27,8 +27,10 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "dpbench",
 }
 TICKS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-ROW, MARK = 0.14, 0.105
-"""Inches of a row without marks, and of each mark in it."""
+ROW, MARK, LINE = 0.14, 0.105, 0.15
+"""Inches of a row without marks, of each mark in it, and of each line of its title."""
+FIGURE_WIDTH = 1.35
+"""A mark's figure reaches so many times as far as the end of its interval."""
 LABEL = 24
 """Letters of a task's title in one line."""
 
@@ -58,7 +60,11 @@ class Part:
     @property
     def height(self) -> float:
         """Return the inches that its rows take."""
-        return sum(ROW + MARK * len(marks) for _, marks in self.rows)
+        return sum(_height(title, marks) for title, marks in self.rows)
+
+
+def _height(title: str, marks: Sequence[Mark]) -> float:
+    return ROW + max(MARK * len(marks), LINE * len(textwrap.wrap(title, LABEL)))
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,9 @@ def draw(title: str, parts: Sequence[Part], theme: Theme) -> Figure:
     marks = [mark for part in parts for _, row in part.rows for mark in row]
     low = min(1.0, *(mark.ratio if math.isnan(mark.low) else mark.low for mark in marks)) / 1.15
     high = max(1.0, *(mark.ratio if math.isnan(mark.high) else mark.high for mark in marks)) * 1.7
-    for axes, part in zip(grid.flat, parts, strict=True):
-        _part(axes, part, theme)
+    below = [*parts[1:], None]
+    for axes, part, other in zip(grid.flat, parts, below, strict=True):
+        _part(axes, part, theme, is_said_below=other is not None and other.note == part.note)
         axes.set_xscale("log")
         axes.set_xlim(low, high)
         ticks = [tick for tick in TICKS if low <= tick <= high]
@@ -119,24 +126,26 @@ def draw(title: str, parts: Sequence[Part], theme: Theme) -> Figure:
     return figure
 
 
-def _part(axes: Axes, part: Part, theme: Theme) -> None:
+def _part(axes: Axes, part: Part, theme: Theme, is_said_below: bool) -> None:
     axes.set_title(part.heading, loc="left", fontsize=10.5, fontweight="bold", color=theme.text)
     places, top = [], 0.0
-    for number, (_, marks) in enumerate(part.rows):
-        height = ROW + MARK * len(marks)
+    for number, (title, marks) in enumerate(part.rows):
+        height = _height(title, marks)
         if number % 2 == 0:
             axes.axhspan(top, top + height, color=theme.band, linewidth=0)
         for k, mark in enumerate(marks):
-            y = top + ROW / 2 + MARK * (k + 0.5)
+            y = top + (height - MARK * len(marks)) / 2 + MARK * (k + 0.5)
             if not math.isnan(mark.low):
                 axes.plot([mark.low, mark.high], [y, y], color=theme.colour(mark), linewidth=1.3)
             axes.add_line(_handle(mark, theme, mark.ratio, y))
-            end = mark.ratio if math.isnan(mark.high) else mark.high
+            low, end = (mark.ratio, mark.ratio) if math.isnan(mark.high) else (mark.low, mark.high)
+            before = end < 1.0 < end * FIGURE_WIDTH  # else the dotted line runs through the figure
             axes.annotate(
                 f"{factor(mark.ratio)}",
-                (end, y),
-                (5, 0),
+                (low if before else end, y),
+                (-5 if before else 5, 0),
                 textcoords="offset points",
+                ha="right" if before else "left",
                 va="center",
                 fontsize=7.5,
                 color=theme.text if mark.own else theme.quiet,
@@ -149,7 +158,8 @@ def _part(axes: Axes, part: Part, theme: Theme) -> None:
     axes.set_yticks(places, [textwrap.fill(title, LABEL) for title, _ in part.rows], color=theme.text)
     axes.spines["bottom"].set_color(theme.quiet)
     axes.patch.set_alpha(0)
-    axes.set_xlabel(textwrap.fill(part.note, 92), loc="left", fontsize=8, color=theme.quiet)
+    if not is_said_below:
+        axes.set_xlabel(textwrap.fill(part.note, 92), loc="left", fontsize=8, color=theme.quiet)
 
 
 def _handle(mark: Mark, theme: Theme, x: float = math.nan, y: float = math.nan) -> Line2D:
