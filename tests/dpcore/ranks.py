@@ -291,6 +291,7 @@ def check_sharded(folder: Path) -> Any:
     found["secure"] = [shards.released_securely(how) for how in ways()[1:]]
     found["rounded"] = [shards.rounded_in_mixed_precision(sigma) for sigma in (0.0, 1.0)]
     found["extremes"] = [[shards.extremes(length, how) for how in ("alone", "sharded")] for length in (6, 400)]
+    found["words"] = [shards.of_words(how) for how in ("alone", "sharded")]
     found |= shards.refused_in_shards()
     found["half precision"] = step_in_half_precision()
     inner = module._module.module

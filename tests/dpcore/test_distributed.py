@@ -223,6 +223,12 @@ def test_examples_whose_norms_cancel_or_overflow_are_clipped_in_shards_as_in_one
         assert float((sharded - alone).norm() / alone.norm()) < 1e-6
 
 
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_ranks_with_and_without_examples_look_at_a_sharded_model_together(found):
+    for alone, sharded in (report["sharded"]["words"] for report in found):
+        torch.testing.assert_close(sharded, alone, rtol=1e-6, atol=1e-6)
+
+
 def test_what_the_accountant_would_not_count_is_refused(found):
     if len(found) != 2:
         pytest.skip("asked of two ranks")
