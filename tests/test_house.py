@@ -66,13 +66,14 @@ class Size:
 # 80 for batches of one process that are dealt out to ranks, and by 180 and 120 for shards in a folder of their own; by
 # 171 and 9 for a sharded Llama as an example.
 # Dpcore by 39 and tests by 50 for batches of one deal that come again, and ranks that use different draws.
-# Dpcore by 34 and tests by 41 for looks that all ranks take together.
+# Dpcore by 34 and tests by 41 for looks that all ranks take together. Dpcore by 144 and tests by 181 for runs whose ranks
+# are killed, and Engine on copies.
 LIMITS = {
     "harness": Size(lines=38_998, long_classes=0, long_files=5),
-    "dpcore": Size(lines=32_492, long_classes=0, long_files=0),
+    "dpcore": Size(lines=32_636, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=55_960, long_classes=0, long_files=16),
+    "tests": Size(lines=56_141, long_classes=0, long_files=16),
 }
 
 
