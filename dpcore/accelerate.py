@@ -202,7 +202,7 @@ def prepare(
     # make_private would cut the batches too, and these pieces would be pieces of its pieces.
     piece = privacy.pop("max_physical_batch_size", None)
     piece = size if piece is None else piece
-    check_pieces(piece, privacy.get("batch_first", True), None)
+    check_pieces(piece, privacy.get("batch_first", True))
     poisson = privacy.get("poisson_sampling", True)
     module = module.to(accelerator.device)
     ranks = joined(accelerator, module)

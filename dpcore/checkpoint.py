@@ -28,6 +28,8 @@ Json = dict[str, Any]
 ACCOUNTANT = "privacy_accountant_state_dict"
 MODULE = "module_state_dict"
 OPTIMIZER = "optimizer_state_dict"
+RANDOM = "random_states_of_ranks"
+_GLOBAL = ("torch_rng", "cuda_rng")
 
 
 @dataclass(frozen=True)
@@ -222,9 +224,11 @@ class Checkpoint:
             steps = 0 if self.private is None else self.private.steps
             name = f"{steps}.{ranks.share_seed(None):032x}-{shards_file.FOLDER}"
             entries = shards_file.put(entries, (MODULE, OPTIMIZER), _beside(path), name, ranks)
-        if ranks is not None and ranks.rank and isinstance(path, (str, os.PathLike)):
-            own = {name: entries[name] for name in ("torch_rng", "cuda_rng") if name in entries}
-            torch.save(own | {"steps": entries.get("privacy_state", {}).get("steps")}, _beside(path, ranks))
+            # Not in files of their own: a rank that dies meanwhile would leave those of two steps.
+            entries[RANDOM] = ranks.gather(_random_state_in(entries))
+        elif ranks is not None and ranks.rank and isinstance(path, (str, os.PathLike)):
+            own = _random_state_in(entries) | {"steps": entries.get("privacy_state", {}).get("steps")}
+            shards_file.write_whole(own, _beside(path, ranks), {})
         if ranks is None or not ranks.sharded:
             if ranks is None or ranks.rank == 0:
                 torch.save(entries, path, **options)
@@ -257,6 +261,8 @@ class Checkpoint:
             entries = shards_file.bring_back(dict(entries), _beside(path), ranks, like)
         if ranks is not None and ranks.rank > 0:
             entries = _with_random_state_of(ranks, path, entries)
+        if isinstance(entries, dict):
+            entries.pop(RANDOM, None)
         return cls.from_entries(entries)
 
     # ---- may this run continue it?
@@ -397,9 +403,15 @@ def _read(path: Any, options: Json) -> Any:
         ) from error
 
 
+def _random_state_in(entries: Json) -> Json:
+    return {name: entries[name] for name in _GLOBAL if name in entries}
+
+
 def _with_random_state_of(ranks: Ranks, path: Any, entries: Json) -> Json:
     """Rank 0's entries with the random state of this rank in place of its own."""
-    shared = {name: value for name, value in entries.items() if name not in ("torch_rng", "cuda_rng")}
+    shared = {name: value for name, value in entries.items() if name not in _GLOBAL}
+    if ranks.rank < len(everyone := shared.pop(RANDOM, ())):
+        return shared | everyone[ranks.rank]
     steps = entries.get("privacy_state", {}).get("steps")
     if isinstance(path, (str, os.PathLike)) and os.path.exists(_beside(path, ranks)):
         own = _read(_beside(path, ranks), {"weights_only": True})

@@ -78,6 +78,13 @@ class Ranks:
         self._together(lambda: dist.all_gather_object(everyone, value, group=self.group))
         return everyone
 
+    def share(self, value: Any, source: int) -> Any:
+        """The value of rank number ``source``, which can be pickled; what others give is ignored."""
+        values = [value]
+        here = self.device if self.device.type != "cpu" else None
+        self._together(lambda: dist.broadcast_object_list(values, group=self.group, group_src=source, device=here))
+        return values[0]
+
     def share_seed(self, seed: int | None, generator: torch.Generator | None = None) -> int:
         """``seed``, which must be the same on all ranks, or for None a number of 128 bits that rank 0 draws.
 

@@ -265,7 +265,7 @@ class Setup:
         if settings["max_batch_size"] is not None and not settings["poisson_sampling"]:
             raise ValueError("max_batch_size cuts Poisson batches; it needs poisson_sampling=True.")
         if settings["max_physical_batch_size"] is not None:
-            check_pieces(settings["max_physical_batch_size"], settings["batch_first"], self.ranks)
+            check_pieces(settings["max_physical_batch_size"], settings["batch_first"])
             check_iterated(settings["data_loader"], settings["max_physical_batch_size"])
 
     def _check_numbers(self) -> None:

@@ -42,10 +42,13 @@ def put(entries: dict[str, Any], of: Sequence[str], path: str, name: str, ranks:
 
 
 def forget_others(path: str, entries: dict[str, Any]) -> None:
-    """Remove the folders of earlier files of that name, once the file with these ``entries`` is there."""
+    """Remove what belongs to earlier files of that name, once the file with these ``entries`` is there."""
     for folder in glob(f"{escape(path)}.*-{FOLDER}"):
         if os.path.basename(folder) != entries[FOLDER]:
             shutil.rmtree(folder, ignore_errors=True)
+    for file in glob(f"{escape(path)}.rank*"):  # of an earlier version of dpcore, or of a whole model
+        if file.removeprefix(f"{path}.rank").isdigit():
+            os.remove(file)
 
 
 def bring_back(

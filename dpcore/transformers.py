@@ -90,7 +90,7 @@ class DPTrainerMixin:
         self._piece = self.privacy.pop("max_physical_batch_size", None)
         if self._piece is None:
             self._piece = trainer.args.per_device_train_batch_size
-        check_pieces(self._piece, self.privacy.get("batch_first", True), None)
+        check_pieces(self._piece, self.privacy.get("batch_first", True))
         self._hooks: AbstractGradSampleHooks | None = None
         self._private_optimizer: DPOptimizer | None = None
         self._private_loader: Any = None

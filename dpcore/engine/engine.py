@@ -14,6 +14,7 @@ from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
 from dpcore.engine import checks
 from dpcore.engine.batch_sums import BatchSums, ClippedSum, LossFn
+from dpcore.engine.together import together
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError
 from dpcore.microbatch.accumulator import Accumulator, Factors
@@ -27,7 +28,9 @@ class Engine:
     """Clipped sums and DP-SGD steps for one model and loss, built once and used for every batch.
 
     Args:
-        model: The module, in training mode; its parameters with ``requires_grad`` are trained.
+        model: The module, in training mode; its parameters with ``requires_grad`` are trained. One in
+            ``DifferentiallyPrivateDistributedDataParallel`` (or replicated) is trained by all ranks together, each of
+            which hands every step its own share of one batch, also an empty one.
         loss_fn: ``loss_fn(outputs, y)`` returns one loss per example, [B].
         max_grad_norm: C, the L2 bound to which each example's gradient is clipped; or one bound per trained parameter
             (per-layer clipping).
@@ -52,8 +55,8 @@ class Engine:
             in such examples, while inputs, targets and losses have B K rows.
 
     Raises:
-        UnsupportedError: the model is compiled already, or cannot be recorded. With ``compile``: recurrent layers, and
-            at the first step what cannot be traced.
+        UnsupportedError: the model is compiled already, sharded, or cannot be recorded. With ``compile``: recurrent
+            layers, and at the first step what cannot be traced.
         ValueError: a bound or a size is out of its range.
     """
 
@@ -85,6 +88,8 @@ class Engine:
         self.noise = GaussianNoise() if noise is None else noise
         self.steps = 0
         self.parameters: dict[str, Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        trained = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
+        self._together = together(model, self.noise, trained)
         self.accumulator = Accumulator(self.parameters, max_grad_norm, factors)
         self.accumulator.check_noise(sigma, scale)
         self.noise_multiplier = sigma
@@ -135,7 +140,7 @@ class Engine:
 
     @uncompiled
     def clipped_sum(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
-        """Compute Σ_i min(1, C/|g_i|) g_i over one batch, without noise.
+        """Compute Σ_i min(1, C/|g_i|) g_i over one batch, of several ranks this one's share, without noise.
 
         Args:
             x: Inputs: a tensor [B, ...], a tuple (positional) or a dict (keyword arguments) of them. B may be 0.
@@ -194,9 +199,13 @@ class Engine:
         flat = self.accumulator.flat
         release = Release.by(self, self.accumulator.check_noise(self.noise_multiplier, scale))
         self._withdraw()
+        alone = self._together is None
+        begin = functools.partial(release.begin, self.accumulator) if alone else self.accumulator.clear
         try:
-            result = self._sums.add(x, y, mask, scale, functools.partial(release.begin, self.accumulator))
-            if not self.noise.may_come_first:
+            result = self._sums.add(x, y, mask, scale, begin)
+            if self._together is not None:
+                self._together.finish(self, release, (x, y))
+            elif not self.noise.may_come_first:
                 release.add(self.accumulator)
         except BaseException:
             # The next attempt draws the same noise: nothing of this one may stay.

@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 -m dpcore.examples.llama_fsdp --smoke            # half a minute on two cores
     torchrun --nproc-per-node 8 -m dpcore.examples.llama_fsdp --width 4096 --layers 32 --bfloat16     # GPUs
-    torchrun --nproc-per-node 2 -m dpcore.examples.llama_fsdp --smoke --lora 8 --checkpoint FOLDER/llama
+    torchrun --nproc-per-node 2 --max-restarts 3 -m dpcore.examples.llama_fsdp --smoke --lora 8 --checkpoint llama
 
 The layers are those of Llama 3, and the texts are random words: what this shows is how to write it, and that it runs.
-``--checkpoint FILE`` goes on from a file that any number of processes has written, and writes it at the end.
+``--checkpoint FILE`` goes on from a file that any number of processes has written, and writes it before the first step
+and after each: a run that died is started anew by the same line, or by ``--max-restarts``, and repeats what it had not
+saved with the same batches and the same noise.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import PrivacyEngine
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.examples.transformer_lora import Adapted
 
 
@@ -105,6 +108,21 @@ def mean_loss(model: nn.Module, words: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), words[:, 1:], reduction="none").mean(1).mean()
 
 
+def check(options: argparse.Namespace) -> str | None:
+    """Return what is wrong with the options, for one who started the script; None: nothing."""
+    ranks = int(os.environ.get("WORLD_SIZE", 0))
+    if not ranks:
+        return "There is no process group; start it with torchrun --nproc-per-node N -m dpcore.examples.llama_fsdp."
+    if options.copies < 1 or ranks % options.copies:
+        return f"--copies is {options.copies}; it must divide the number of processes, {ranks}, into equal groups."
+    if options.head % 2 or options.width % (4 * options.head):
+        return f"--width is {options.width}; it must be a multiple of four even heads, of --head {options.head} each."
+    if options.checkpoint and not options.checkpoint.resolve().parent.is_dir():
+        return f"--checkpoint is {options.checkpoint}, and its folder is not there; make it first."
+    small = [name for name in ("layers", "words", "tokens", "texts", "steps") if getattr(options, name) < 1]
+    return f"--{small[0]} is {getattr(options, small[0])}; it must be 1 or more." if small else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=2048)
@@ -115,11 +133,11 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=256, help="expected, of all ranks together")
     parser.add_argument("--piece", type=int, default=4, help="the most texts that a rank has in work at once")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="of the whole run, with those before a checkpoint")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: all weights are trained")
     parser.add_argument("--copies", type=int, default=1, help="groups of ranks with a copy of the model each (HSDP)")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--checkpoint", type=Path, help="go on from this file, and write it at the end")
+    parser.add_argument("--checkpoint", type=Path, help="go on from this file, and write it after each step")
     parser.add_argument("--seed", type=int, help="makes noise and batches reproducible; leave it out for a release")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, for a look")
     options = parser.parse_args()
@@ -127,6 +145,16 @@ def main() -> None:
         options.width, options.layers, options.head, options.words = 64, 2, 16, 128
         options.tokens, options.texts, options.batch_size = 16, 64, 16
 
+    if wrong := check(options):
+        parser.exit(2, f"{wrong}\n" if os.environ.get("RANK", "0") == "0" else "")
+    try:
+        train(options)
+    except (PrivacyError, UnsupportedError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+
+
+def train(options: argparse.Namespace) -> None:
+    """Be one rank of the training."""
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     if on_gpu:
@@ -149,21 +177,32 @@ def main() -> None:
         max_physical_batch_size=options.piece,
     )
     kept = {"path": options.checkpoint, "module": private, "optimizer": optimizer}
-    if options.checkpoint and options.checkpoint.exists():
-        engine.load_checkpoint(**kept)
-    end, delta = optimizer.steps + options.steps, 1 / options.texts
-    while optimizer.steps < end:
+    if options.checkpoint:
+        # Before the first step too: the file has the secret seeds, and a run that died must not draw others.
+        (engine.load_checkpoint if options.checkpoint.exists() else engine.save_checkpoint)(**kept)
+    delta = 1 / options.texts
+    losses: list[float] = []
+    while optimizer.steps < options.steps:
         for (piece,) in loader:
             optimizer.zero_grad()
-            mean_loss(private, piece.to(device)).backward()
+            loss = mean_loss(private, piece.to(device))
+            loss.backward()
             optimizer.step()
-            if dist.get_rank() == 0 and not optimizer.batch_goes_on:
+            losses += [loss.item()] * len(piece)
+            if optimizer.batch_goes_on:
+                continue
+            if options.checkpoint:
+                engine.save_checkpoint(**kept)
+            if dist.get_rank() == 0:
+                mean = f"{sum(losses) / len(losses):.3f}" if losses else "none"
                 epsilon = engine.get_epsilon(delta)
-                print(f"step {optimizer.steps}: epsilon {epsilon:.3f} at delta {delta:.1e}", flush=True)
-            if optimizer.steps == end:
+                # The loss is for the one who trains: no noise protects it.
+                print(f"step {optimizer.steps}: loss {mean} (of rank 0's texts), epsilon {epsilon:.3f}", flush=True)
+            losses = []
+            if optimizer.steps >= options.steps:
                 break
-    if options.checkpoint:
-        engine.save_checkpoint(**kept)
+    if dist.get_rank() == 0:
+        print(f"{optimizer.steps} steps: epsilon {engine.get_epsilon(delta):.3f} at delta {delta:.1e}", flush=True)
     dist.destroy_process_group()
 
 

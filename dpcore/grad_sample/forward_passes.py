@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from dpcore.validators.module_validator import batch_norm_error, batch_norms, mi
 Call = Callable[..., Any]
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call of the module: by place, and by name."""
+Found = tuple[tuple[Any, ...], Given, int]
+"""A kind of batches, a batch of that kind, and how many examples it has."""
 
 
 class ForwardPasses:
@@ -130,14 +132,13 @@ class ForwardPasses:
 
     def _learn(self, kind: tuple[Any, ...], call: Call, given: Given, batch_size: int) -> None:
         """Finds what has no rule, before the first batch of a kind."""
-        new = batch_size > 0 and kind not in self._kinds
+        found: Iterable[Found] = [(kind, given, batch_size)] if batch_size > 0 and kind not in self._kinds else []
         if sharded := self.sharded:
-            # The model can only be run by all ranks together, and none of them knows what the others have seen.
-            new = self._module.ranks.largest(int(new)) > 0  # type: ignore[union-attr, operator]
-        if not new:
-            return
-        self._look(call, given, batch_size)
-        self._kinds.add(kind)
+            # Their looks gather parameters: where one rank looked once more than another, both would wait for ever.
+            found = _found_together(self._module.ranks, [*found])  # type: ignore[arg-type]
+        for kind, batch, count in found:
+            self._look(call, batch, count)
+            self._kinds.add(kind)
         if self._layout.derived and sharded:
             raise UnsupportedError(
                 f"{', '.join(sorted(self._layout.derived))} is used by way of what the model computes from it alone (a "
@@ -160,6 +161,32 @@ class ForwardPasses:
         run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
         of = looks(self._module, run, given, batch_size, again, self.group)
         self._layout.learn(self._names, *of, again=again)
+
+
+def _found_together(ranks: Ranks, mine: list[Found]) -> Iterator[Found]:
+    """Yield the new kinds of all ranks, each with the batch of the first rank that has found it.
+
+    Batches of one kind may tell a look different things: an empty one passes for a mask of positions.
+    """
+    if not ranks.largest(len(mine)):
+        return
+    kinds = ranks.gather([kind for kind, _, _ in mine])
+    firsts = {kind: rank for rank, (kind, *_) in reversed([(r, k) for r, k in enumerate(kinds) if k])}
+    for kind, rank in sorted(firsts.items(), key=lambda one: one[1]):
+        values: Any = None
+        if rank == ranks.rank:
+            (_, given, batch_size), *_ = mine
+            leaves, structure = flatten(given)
+            here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves]
+            values = unflatten(structure, [_on("cpu", leaf) for leaf in leaves]), here, batch_size
+        given, here, batch_size = ranks.share(values, rank)
+        leaves, structure = flatten(given)
+        placed = [_on(ranks.device, leaf) if there else leaf for leaf, there in zip(leaves, here, strict=True)]
+        yield kind, unflatten(structure, placed), batch_size
+
+
+def _on(device: Any, leaf: Any) -> Any:
+    return leaf.detach().to(device).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def batch_brought_first(call: Call, given: Given) -> tuple[Call, Given]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.arguments import check_divisor
+from dpcore.distributed import ranks_of
 from dpcore.engine import checks
 from dpcore.engine.batch_sums import ClippedSum, LossFn
 from dpcore.engine.engine import Engine
@@ -77,6 +78,8 @@ class LazyEngine:
             )
         if options.pop("compile", False):
             raise UnsupportedError("Lazy tables read rows by their values, which no compiled graph has: compile=False.")
+        if ranks_of(model) is not None:
+            raise UnsupportedError("Lazy tables are for one process: the rows that a batch reads differ by rank.")
         self.model, self.optimizer = model, optimizer
         self.noise = check_noise(GaussianNoise() if noise is None else noise)
         self._exact, self._process = exact_steps, os.getpid()

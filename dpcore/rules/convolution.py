@@ -275,7 +275,7 @@ class ConvolutionUse(Use):
 
     def flops(self) -> float:
         assert self.grad is not None
-        return 6.0 * self.grad.numel() * self.weight[0].numel()
+        return 6.0 * self.grad.numel() * math.prod(self.weight.shape[1:])  # its numbers may not be gathered
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         if self._is_bias(param):

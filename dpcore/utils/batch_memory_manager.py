@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpcore.data_loader import DPDataLoader
-from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
 from dpcore.loading.ledger import name_of
 from dpcore.loading.units import rows_per_unit
@@ -150,7 +149,7 @@ class BatchMemoryManager:
     Raises:
         ValueError: the size is below 1.
         TypeError: the optimizer is not private.
-        UnsupportedError: the module's inputs are time first, or "auto" with a sharded module.
+        UnsupportedError: the module's inputs are time first.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class BatchMemoryManager:
                 f"optimizer is of type {type(optimizer).__name__}, which would step on every piece; pass the "
                 "optimizer that make_private returned."
             )
-        check_pieces(max_physical_batch_size, optimizer.module.batch_first, optimizer.ranks)
+        check_pieces(max_physical_batch_size, optimizer.module.batch_first)
         self.data_loader, self.optimizer, self.max_physical_batch_size = data_loader, optimizer, max_physical_batch_size
         self.loader = PiecewiseLoader(data_loader, max_physical_batch_size, optimizer)
 
@@ -197,7 +196,7 @@ def check_iterated(loader: Any, size: int | str) -> None:
         )
 
 
-def check_pieces(size: int | str, batch_first: bool, ranks: Ranks | None) -> None:
+def check_pieces(size: int | str, batch_first: bool) -> None:
     """ValueError or UnsupportedError where batches cannot be cut into pieces of ``size``, a number or "auto"."""
     number = isinstance(size, int) and not isinstance(size, bool)
     if not (size >= 1 if number else size == AUTO):  # type: ignore[operator]
@@ -206,9 +205,4 @@ def check_pieces(size: int | str, batch_first: bool, ranks: Ranks | None) -> Non
         raise UnsupportedError(
             "With batch_first=False a batch may be time-first, and pieces would be cut from its time steps: every "
             "piece would hold all examples, each clipped once per piece. Build the module batch first."
-        )
-    if not number and ranks is not None and ranks.sharded:
-        raise UnsupportedError(
-            "With fully_shard all ranks must cut their batches into as many pieces, which each would plan for itself; "
-            "give max_physical_batch_size as a number."
         )

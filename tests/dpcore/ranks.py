@@ -101,7 +101,9 @@ def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in whole])
 
 
-def train(sigma: float, dtype: torch.dtype, size: int | None = None, rounds: int = 2, **options: Any) -> dict[str, Any]:
+def train(
+    sigma: float, dtype: torch.dtype, size: int | str | None = None, rounds: int = 2, **options: Any
+) -> dict[str, Any]:
     """Weights after every step, and the examples of each batch, on this rank."""
     engine, module, optimizer, loader = private(sigma, dtype, **options)
     drawn: list[list[int]] = []
@@ -251,6 +253,12 @@ def check_cut() -> Any:
     return train(0.0, torch.float64, max_batch_size=6)
 
 
+def check_engine() -> Any:
+    from tests.dpcore import engines  # which imports this file
+
+    return engines.found()
+
+
 def check_branches() -> Any:
     """The noise's seeds of all ranks behind a step before which the last rank went on with other noise, alone."""
     _, module, optimizer, _ = private(1.0, torch.float32, check_batches=False)
@@ -277,6 +285,7 @@ def check_sharded(folder: Path) -> Any:
     found = {
         "sums": {str(dtype): train(0.0, dtype, how="sharded") for dtype in (torch.float64, torch.float32)},
         "pieces": train(1.0, torch.float64, size=2, how="sharded"),
+        "auto": train(1.0, torch.float64, size="auto", how="sharded"),
         "hybrid": train(1.0, torch.float64, size=2, how="hybrid" if WORLD > 1 else "columns"),
         "resume": check_resume(folder, how="sharded"),
     }
@@ -291,6 +300,7 @@ def check_sharded(folder: Path) -> Any:
     found["secure"] = [shards.released_securely(how) for how in ways()[1:]]
     found["rounded"] = [shards.rounded_in_mixed_precision(sigma) for sigma in (0.0, 1.0)]
     found["extremes"] = [[shards.extremes(length, how) for how in ("alone", "sharded")] for length in (6, 400)]
+    found["words"] = [shards.of_words(how) for how in ("alone", "sharded")]
     found |= shards.refused_in_shards()
     found["half precision"] = step_in_half_precision()
     inner = module._module.module
@@ -360,11 +370,12 @@ def check_keep(folder: Path) -> Any:
     found = {}
     for how in ("sharded", "hybrid") if WORLD > 1 else ("sharded",):
         run = private(1.0, how=how)
+        (folder / f"{how}.rank1").touch()  # of an earlier version
         for count in (2, 1):
             _steps(count, *run)
             run[0].save_checkpoint(path=folder / how, module=run[1], optimizer=run[2])
         dist.barrier()
-        assert len([*folder.glob(f"{how}.*-shards")]) == 1
+        assert len([*folder.glob(f"{how}.*-shards")]) == 1 and not (folder / f"{how}.rank1").exists()
         found[how] = _steps(3, *run)
     return found
 

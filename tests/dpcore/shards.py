@@ -72,6 +72,40 @@ def extremes(length: int, how: str) -> torch.Tensor:
     return weights(module) - start
 
 
+class Words(nn.Module):
+    """A table in the unit that is left over for the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.last = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(self.table(words)).tanh().mean(1))
+
+
+def of_words(how: str) -> torch.Tensor:
+    """Return the weights behind two steps on words of which rank 0 has all: an empty share passes for a mask."""
+    torch.manual_seed(0)
+    module, words = Words(), torch.randint(2, 20, (6, 5))
+    if how != "alone":
+        for part in (module.layer, module):
+            fully_shard(part, **sharding(how))
+    private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
+        data_loader=DataLoader(TensorDataset(words), batch_size=3),
+        noise_multiplier=0.5,
+        max_grad_norm=1.0,
+        check_batches=False,
+    )
+    mine = words if how == "alone" or not dist.get_rank() else words[:0]
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(private_module(mine), mine[:, 0] % 3).backward()
+        optimizer.step()
+    return weights(module)
+
+
 def refused_in_shards() -> dict[str, Any]:
     """What an ordinary gradient of a shard, noise without addresses and sums of a loop's own meet."""
     found = {}

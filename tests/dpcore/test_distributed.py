@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dpcore import reference
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel
 from dpcore.noise import grid_spacing
-from tests.dpcore import ranks
+from tests.dpcore import engines, ranks
 from tests.dpcore.comparison import TOLERANCE
 from tests.dpcore.several import launch, trained_alone, union
 
@@ -34,6 +34,7 @@ CHECKS = [
     "resume",
     "adaptive",
     "generator",
+    "engine",
 ]
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
 """Whether this torch's fully_shard works on a CPU: that of torch 2.6 ends in an AttributeError as it first gathers."""
@@ -179,7 +180,7 @@ def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
         moved = (truth - ranks.weights(ranks.model(dtype))).norm()
         for part in parts:
             assert float((part["weights"] - truth).norm() / moved) < TOLERANCE[dtype]
-    for name in ("pieces", "hybrid"):
+    for name in ("pieces", "auto", "hybrid"):
         parts = [report[name] for report in reports]
         truth = trained_alone(union(parts), 1.0, torch.float64)
         for part in parts:
@@ -221,6 +222,43 @@ def test_examples_whose_norms_cancel_or_overflow_are_clipped_in_shards_as_in_one
     for alone, sharded in (pair for report in found for pair in report["sharded"]["extremes"]):
         assert float(alone.norm()) > 100
         assert float((sharded - alone).norm() / alone.norm()) < 1e-6
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_ranks_with_and_without_examples_look_at_a_sharded_model_together(found):
+    for alone, sharded in (report["sharded"]["words"] for report in found):
+        torch.testing.assert_close(sharded, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_engine_trains_copies_as_one_process_does(found):
+    alone = engines.train_by_engine(alone=True)
+    moved = (alone["weights"] - ranks.weights(ranks.model(torch.float32))).norm(dim=1)
+    for how in ("same", "pieces"):
+        reports = [report["engine"][how] for report in found]
+        assert [sorted(batch) for batch in union(reports)] == [sorted(batch) for batch in alone["batches"]]
+        for report in reports:
+            assert float(((report["weights"] - alone["weights"]).norm(dim=1) / moved).max()) < 1e-6
+            assert torch.equal(report["noise"], alone["noise"])
+
+
+def test_engines_of_all_ranks_release_one_sum_with_secret_noise(found):
+    for how in ("secret", "secure"):
+        reports = [report["engine"][how] for report in found]
+        assert all(torch.equal(report["weights"], reports[0]["weights"]) for report in reports)
+        assert all(torch.equal(report["noise"], reports[0]["noise"]) for report in reports)
+        noise = reports[0]["noise"] / (ranks.CLIP / ranks.DIVISOR)
+        assert float(noise.std()) == pytest.approx(1.0, rel=0.2)
+
+
+def test_engines_that_would_release_more_than_is_said_are_refused(found):
+    if len(found) != 2:
+        pytest.skip("asked of two ranks")
+    for said in (report["engine"] for report in found):
+        assert "Two ranks have the same batch" in said["same batch"]
+        assert "differ in noise_multiplier" in said["sigma"]
+        assert "differ in the number of steps" in said["steps"]
+        assert "Lazy tables are for one process" in said["lazy"]
+        assert not SHARDS_HERE or "The model's parameters are sharded" in said["shards"]
 
 
 def test_what_the_accountant_would_not_count_is_refused(found):

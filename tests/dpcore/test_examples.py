@@ -89,11 +89,37 @@ def test_an_example_spends_its_budget_and_learns(command: tuple[str, ...]) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 needs a GPU")
 def test_a_sharded_example_goes_on_from_its_checkpoint_at_another_number_of_ranks(tmp_path: Path) -> None:
-    command = ("-m", "dpcore.examples.llama_fsdp", "--smoke", "--lora", "4", "--steps", "2")
+    command = ("-m", "dpcore.examples.llama_fsdp", "--smoke", "--lora", "4")
     kept = ("--checkpoint", str(tmp_path / "llama"))
-    assert re.findall(r"^step (\d+): epsilon", run(*TORCHRUN, *command, *kept), re.MULTILINE) == ["1", "2"]
-    alone = run(*TORCHRUN[:-1], "--nproc-per-node=1", *command, *kept)
-    assert re.findall(r"^step (\d+): epsilon", alone, re.MULTILINE) == ["3", "4"]
+    made = re.compile(r"^step (\d+): loss [\d.]+ .*epsilon ([\d.]+)", re.MULTILINE)
+    first = made.findall(run(*TORCHRUN, *command, "--steps", "2", *kept))
+    alone = made.findall(run(*TORCHRUN[:-1], "--nproc-per-node=1", *command, "--steps", "4", *kept))
+    assert [step for step, _ in first + alone] == ["1", "2", "3", "4"]
+    assert sorted({float(epsilon) for _, epsilon in first + alone}) == [float(e) for _, e in first + alone]
+    assert not (tmp_path / "llama.rank1").exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "said"),
+    [
+        ("0", [], "start it with torchrun"),
+        ("1", ["--copies", "2"], "--copies is 2; it must divide the number of processes, 1"),
+        ("2", ["--width", "100"], "--width is 100; it must be a multiple of four"),
+        ("2", ["--steps", "0"], "--steps is 0; it must be 1 or more"),
+        ("2", ["--checkpoint", "no-such-folder/llama"], "its folder is not there"),
+    ],
+)
+def test_a_sharded_example_says_what_is_wrong_with_its_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: str, options: list[str], said: str
+) -> None:
+    from dpcore.examples import llama_fsdp
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setattr(sys, "argv", ["llama_fsdp", *options])
+    with pytest.raises(SystemExit) as stopped:
+        llama_fsdp.main()
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_the_cases_beside_opacus_come_out_as_the_page_says() -> None:

@@ -1,0 +1,72 @@
+"""What ``ranks.py`` asks of engines alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from dpcore import Engine
+from dpcore.data_loader import DPDataLoader
+from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from dpcore.lazy_tables import LazyEngine
+from dpcore.noise import GaussianNoise, SecureNoise
+from tests.dpcore.ranks import CLIP, DIVISOR, RATE, WORLD, data, model, refusal, sharding, ways, weights
+
+
+def _losses(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, y, reduction="none")
+
+
+def engine_of(module: nn.Module, sigma: float = 1.0, **options: Any) -> Engine:
+    given = {"max_grad_norm": CLIP, "expected_batch_size": DIVISOR, "noise": GaussianNoise(7)} | options
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+    return Engine(module, _losses, noise_multiplier=sigma, optimizer=optimizer, **given)
+
+
+def train_by_engine(alone: bool, **options: Any) -> dict[str, Any]:
+    """Weights after each of eight steps of Engine, and the noise of an empty batch behind them."""
+    module = model(torch.float32) if alone else DPDDP(model(torch.float32))
+    engine = engine_of(module, **options)
+    loader = DPDataLoader(data(torch.float32), sample_rate=RATE, seed=5, distributed=not alone, shares="dealt", steps=8)
+    history, drawn = [], []
+    for x, y, number in loader:
+        engine.step(x, y)
+        history.append(weights(module))
+        drawn.append(number.tolist())
+    x, y, _ = data(torch.float32)[:0]
+    engine.privatize(x, y)
+    noise = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    return {"weights": torch.stack(history), "batches": drawn, "noise": noise}
+
+
+def found() -> dict[str, Any]:
+    """Engine on copies, in pieces of one plan or of three examples, with a seed and with a secret one."""
+    reports: dict[str, Any] = {"same": train_by_engine(False), "pieces": train_by_engine(False, physical_batch_size=3)}
+    reports["secret"] = train_by_engine(False, noise=None)
+    reports["secure"] = train_by_engine(False, noise=SecureNoise())
+    if WORLD > 1:
+        rank = dist.get_rank()
+        x, y, _ = data(torch.float32)[:]
+        mine = slice(rank, None, WORLD)
+        table = DPDDP(nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(6, 3)))
+        reports["lazy"] = refusal(lambda: LazyEngine(
+            table, _losses, tables=["module.0"], optimizer=torch.optim.SGD(table.parameters(), lr=0.1),
+            expected_batch_size=DIVISOR,
+        ))  # fmt: skip
+        reports["same batch"] = refusal(lambda: engine_of(DPDDP(model(torch.float32))).step(x[:4], y[:4]))
+        reports["sigma"] = refusal(lambda: engine_of(DPDDP(model(torch.float32)), 1.0 + rank).step(x[mine], y[mine]))
+        engine = engine_of(DPDDP(model(torch.float32)))
+        engine.steps = rank  # a rank that has left a batch out
+        before = weights(engine.model)
+        reports["steps"] = refusal(lambda: engine.step(x[mine], y[mine]))
+        assert torch.equal(weights(engine.model), before) and not engine.accumulator.flat.any()
+        if "sharded" in ways():
+            sharded = model(torch.float32)
+            fully_shard(sharded, **sharding("sharded"))
+            reports["shards"] = refusal(lambda: engine_of(sharded))
+    return reports
