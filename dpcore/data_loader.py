@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from dpcore.arguments import check_number
+from dpcore.arguments import check_number, number_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
@@ -74,6 +74,11 @@ def _batches(loader: DataLoader[Any]) -> int:
             f"The loader has no batch: batch_size is {loader.batch_size} for {examples} examples, and drop_last=True "
             f"drops them. Choose a batch_size of at most {examples}, or pass sample_rate and expected_batch_size."
         )
+    if loader.batch_size is not None and loader.batch_size > examples:
+        warn_caller(
+            f"batch_size is {loader.batch_size} for {number_of(examples, 'example')}: every batch has all of them, at "
+            f"the sample rate 1, and sampling amplifies nothing. Choose a batch_size below {examples}."
+        )
     return len(loader)
 
 
@@ -110,7 +115,7 @@ class _Collate:
 
 
 def _sampler(
-    sampling: str,
+    sampling: str | None,
     examples: int,
     *,
     shares: str | None,
@@ -212,10 +217,11 @@ class DPDataLoader(CountingDataLoader):
         generator: Draws the seed, in place of ``seed``.
         max_batch_size: The most examples of a batch (truncated Poisson sampling); of a longer one so many are kept, at
             random. The accountant must know of it, as it does from make_private: see docs/privacy.md.
-        sampling: "poisson", or "truncated" where ``max_batch_size`` is needed. "bins": every round puts each example
-            into one of round(1 / sample_rate) batches, uniformly and independently. "shuffle": every round cuts the
-            examples, in random order, into batches of sample_rate times their number. Epsilon is another one for each:
-            count rounds by hand by ``accountant.count_epochs``, shuffled ones as one step at the rate 1 each.
+        sampling: "poisson", or "truncated" where ``max_batch_size`` is needed; None: by whether that is given. "bins":
+            every round puts each example into one of round(1 / sample_rate) batches, uniformly and independently.
+            "shuffle": every round cuts the examples, in random order, into batches of sample_rate times their number.
+            Epsilon is another one for each: count rounds by hand by ``accountant.count_epochs``, shuffled ones as one
+            step at the rate 1 each.
         drop_last: Whether a shuffled batch that is shorter than the others is left out.
         **options: Further arguments of ``torch.utils.data.DataLoader``.
 
@@ -237,7 +243,7 @@ class DPDataLoader(CountingDataLoader):
         shares: str = "owned",
         generator: torch.Generator | None = None,
         max_batch_size: int | None = None,
-        sampling: str = "poisson",
+        sampling: str | None = None,
         drop_last: bool = False,
         **options: Any,
     ) -> None:
@@ -338,7 +344,7 @@ class DPDataLoader(CountingDataLoader):
             shares=shares,
             generator=generator,
             max_batch_size=max_batch_size,
-            sampling=sampling or "poisson",
+            sampling=sampling,
             drop_last=sampling == SHUFFLE and bool(getattr(loader.batch_sampler, "drop_last", False)),
             **worker_options(loader),
         )
@@ -362,11 +368,11 @@ class DPDataLoader(CountingDataLoader):
         return made
 
     def __repr__(self) -> str:
-        size = len(self.dataset)  # type: ignore[arg-type]
+        size, batches = len(self.dataset), number_of(len(self), "batch", "batches")  # type: ignore[arg-type]
         drawn = "" if self.kind == "poisson" else f", sampling={self.kind!r}"
         return (
-            f"{type(self).__name__}({size} examples, sample_rate={self.sample_rate:.6g}: about "
-            f"{size * self.sample_rate:.4g} a batch, {len(self)} batches a round, {self.handed_out} handed out{drawn})"
+            f"{type(self).__name__}({number_of(size, 'example')}, sample_rate={self.sample_rate:.6g}: about "
+            f"{size * self.sample_rate:.4g} a batch, {batches} a round, {self.handed_out} handed out{drawn})"
         )
 
     def __iter__(self) -> Any:
