@@ -33,6 +33,8 @@ RAND_ON_EMPTY = (
     "in its place would let one example move the sum by twice max_grad_norm."
 )
 
+STREAMS = "deal a stream into bins by dpcore.bins_of_stream, in a loop over an Engine"
+
 
 def emptied(one: Any, two: Any) -> Any:
     """The batch without examples that belongs to batches of one example and of two equal ones.
@@ -173,12 +175,12 @@ def _check_built(loader: DPDataLoader, distributed: bool, secure: bool) -> None:
         )
 
 
-def _check_numbered(dataset: Any) -> None:
+def _check_numbered(dataset: Any, sampling: str | None) -> None:
     if isinstance(dataset, IterableDataset):
         raise UnsupportedError(
-            "Poisson sampling draws examples by number, and the loader's data set is an IterableDataset, which has "
-            "none; use a map-style data set (with __len__ and __getitem__), or pass poisson_sampling=False with a "
-            "sample_rate that bounds every example's chance, and expected_batch_size."
+            f"sampling={sampling or 'poisson'!r} draws examples by number, and the loader's data set is an "
+            f"IterableDataset, which has none; use a map-style data set (with __len__ and __getitem__), {STREAMS}, or "
+            "pass poisson_sampling=False, a sample_rate that bounds every example's chance, and expected_batch_size."
         )
 
 
@@ -249,8 +251,8 @@ class DPDataLoader(CountingDataLoader):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
-                "Poisson sampling draws examples by number, and this data set is an iterable without a length; use a "
-                "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
+                f"sampling={sampling or 'poisson'!r} draws examples by number, and this data set has no length; use a "
+                f"map-style data set, or {STREAMS}."
             )
         if generator is not None:
             seed = drawn_seed(generator)
@@ -324,7 +326,7 @@ class DPDataLoader(CountingDataLoader):
         if isinstance(loader, DPDataLoader):
             _check_built(loader, distributed, secure)
             return loader
-        _check_numbered(loader.dataset)
+        _check_numbered(loader.dataset, sampling)
         check_whole(loader, distributed)
         if sample_rate is None:
             # Shuffled batches have the loader's length, Poisson batches and bins make as many batches as it has.
