@@ -67,13 +67,13 @@ class Size:
 # 171 and 9 for a sharded Llama as an example.
 # Dpcore by 39 and tests by 50 for batches of one deal that come again, and ranks that use different draws.
 # Dpcore by 33 and tests by 57 for what is said of samplers: counts of epochs, rates and cuts.
-# Dpcore by 111 and tests by 87 for streams that are dealt into bins; tests by 22 for two mutants of units.
+# Dpcore by 111 and tests by 87 for streams that are dealt into bins; tests by 25 for two mutants of units.
 LIMITS = {
     "harness": Size(lines=38_998, long_classes=0, long_files=5),
     "dpcore": Size(lines=32_602, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_085, long_classes=0, long_files=16),
+    "tests": Size(lines=56_087, long_classes=0, long_files=16),
 }
 
 
