@@ -8,6 +8,7 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpcore.loading.padding import padded
+from dpcore.loading.streams import bins_of_stream
 from dpcore.loading.units import users, views
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
@@ -26,6 +27,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyError",
     "UnsupportedError",
+    "bins_of_stream",
     "clipped_sum",
     "padded",
     "report",

@@ -46,3 +46,8 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a question that names what resembles ``name`` most; nothing where nothing does."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def number_of(count: int, one: str, several: str | None = None) -> str:
+    """Return a number with what it counts, as "1 unit" and "2 units"."""
+    return f"{count} {one if count == 1 else several or f'{one}s'}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from dpcore.arguments import check_number
+from dpcore.arguments import check_number, number_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
@@ -32,6 +32,8 @@ RAND_ON_EMPTY = (
     "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A random example "
     "in its place would let one example move the sum by twice max_grad_norm."
 )
+
+STREAMS = "deal a stream into bins by dpcore.bins_of_stream, in a loop over an Engine"
 
 
 def emptied(one: Any, two: Any) -> Any:
@@ -74,6 +76,11 @@ def _batches(loader: DataLoader[Any]) -> int:
             f"The loader has no batch: batch_size is {loader.batch_size} for {examples} examples, and drop_last=True "
             f"drops them. Choose a batch_size of at most {examples}, or pass sample_rate and expected_batch_size."
         )
+    if loader.batch_size is not None and loader.batch_size > examples:
+        warn_caller(
+            f"batch_size is {loader.batch_size} for {number_of(examples, 'example')}: every batch has all of them, at "
+            f"the sample rate 1, and sampling amplifies nothing. Choose a batch_size below {examples}."
+        )
     return len(loader)
 
 
@@ -110,7 +117,7 @@ class _Collate:
 
 
 def _sampler(
-    sampling: str,
+    sampling: str | None,
     examples: int,
     *,
     shares: str | None,
@@ -168,12 +175,12 @@ def _check_built(loader: DPDataLoader, distributed: bool, secure: bool) -> None:
         )
 
 
-def _check_numbered(dataset: Any) -> None:
+def _check_numbered(dataset: Any, sampling: str | None) -> None:
     if isinstance(dataset, IterableDataset):
         raise UnsupportedError(
-            "Poisson sampling draws examples by number, and the loader's data set is an IterableDataset, which has "
-            "none; use a map-style data set (with __len__ and __getitem__), or pass poisson_sampling=False with a "
-            "sample_rate that bounds every example's chance, and expected_batch_size."
+            f"sampling={sampling or 'poisson'!r} draws examples by number, and the loader's data set is an "
+            f"IterableDataset, which has none; use a map-style data set (with __len__ and __getitem__), {STREAMS}, or "
+            "pass poisson_sampling=False, a sample_rate that bounds every example's chance, and expected_batch_size."
         )
 
 
@@ -212,10 +219,11 @@ class DPDataLoader(CountingDataLoader):
         generator: Draws the seed, in place of ``seed``.
         max_batch_size: The most examples of a batch (truncated Poisson sampling); of a longer one so many are kept, at
             random. The accountant must know of it, as it does from make_private: see docs/privacy.md.
-        sampling: "poisson", or "truncated" where ``max_batch_size`` is needed. "bins": every round puts each example
-            into one of round(1 / sample_rate) batches, uniformly and independently. "shuffle": every round cuts the
-            examples, in random order, into batches of sample_rate times their number. Epsilon is another one for each:
-            count rounds by hand by ``accountant.count_epochs``, shuffled ones as one step at the rate 1 each.
+        sampling: "poisson", or "truncated" where ``max_batch_size`` is needed; None: by whether that is given. "bins":
+            every round puts each example into one of round(1 / sample_rate) batches, uniformly and independently.
+            "shuffle": every round cuts the examples, in random order, into batches of sample_rate times their number.
+            Epsilon is another one for each: count rounds by hand by ``accountant.count_epochs``, shuffled ones as one
+            step at the rate 1 each.
         drop_last: Whether a shuffled batch that is shorter than the others is left out.
         **options: Further arguments of ``torch.utils.data.DataLoader``.
 
@@ -237,14 +245,14 @@ class DPDataLoader(CountingDataLoader):
         shares: str = "owned",
         generator: torch.Generator | None = None,
         max_batch_size: int | None = None,
-        sampling: str = "poisson",
+        sampling: str | None = None,
         drop_last: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
-                "Poisson sampling draws examples by number, and this data set is an iterable without a length; use a "
-                "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
+                f"sampling={sampling or 'poisson'!r} draws examples by number, and this data set has no length; use a "
+                f"map-style data set, or {STREAMS}."
             )
         if generator is not None:
             seed = drawn_seed(generator)
@@ -318,7 +326,7 @@ class DPDataLoader(CountingDataLoader):
         if isinstance(loader, DPDataLoader):
             _check_built(loader, distributed, secure)
             return loader
-        _check_numbered(loader.dataset)
+        _check_numbered(loader.dataset, sampling)
         check_whole(loader, distributed)
         if sample_rate is None:
             # Shuffled batches have the loader's length, Poisson batches and bins make as many batches as it has.
@@ -338,7 +346,7 @@ class DPDataLoader(CountingDataLoader):
             shares=shares,
             generator=generator,
             max_batch_size=max_batch_size,
-            sampling=sampling or "poisson",
+            sampling=sampling,
             drop_last=sampling == SHUFFLE and bool(getattr(loader.batch_sampler, "drop_last", False)),
             **worker_options(loader),
         )
@@ -362,11 +370,11 @@ class DPDataLoader(CountingDataLoader):
         return made
 
     def __repr__(self) -> str:
-        size = len(self.dataset)  # type: ignore[arg-type]
+        size, batches = len(self.dataset), number_of(len(self), "batch", "batches")  # type: ignore[arg-type]
         drawn = "" if self.kind == "poisson" else f", sampling={self.kind!r}"
         return (
-            f"{type(self).__name__}({size} examples, sample_rate={self.sample_rate:.6g}: about "
-            f"{size * self.sample_rate:.4g} a batch, {len(self)} batches a round, {self.handed_out} handed out{drawn})"
+            f"{type(self).__name__}({number_of(size, 'example')}, sample_rate={self.sample_rate:.6g}: about "
+            f"{size * self.sample_rate:.4g} a batch, {batches} a round, {self.handed_out} handed out{drawn})"
         )
 
     def __iter__(self) -> Any:

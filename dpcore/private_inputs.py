@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dpcore.accountants import get_noise_multiplier
 from dpcore.accountants.accountant import Rate
 from dpcore.accountants.utils import counted_as
+from dpcore.arguments import number_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.loading.epoch_sampler import EPOCHS, bins_for, check_sampling
 from dpcore.loading.uniform_sampler import UniformWithReplacementSampler, overflow, steps_per_epoch
@@ -23,6 +24,8 @@ from dpcore.privacy_unit import check_group
 
 RARE = 1e-12
 """Chance of a cut batch beyond which there is a warning: 10,000 steps at epsilon 8 then charge 6e-5 to delta."""
+MANY_STEPS = 10**6
+"""Beyond which nobody trains."""
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
@@ -104,9 +107,13 @@ def warn_of_overflow(sampler: UniformWithReplacementSampler) -> None:
         enough = int(binom.isf(RARE, *draws))
         while binom.sf(enough, *draws) > RARE**1.5:
             enough += 1
+        # At a delta of 1 / n, which is too large already, epsilon = 0 is charged no more than this.
+        steps = math.ceil(1 / (2.0 * sampler.num_samples * chance))
+        until = f" At any delta up to 1 / {sampler.num_samples} epsilon is infinite after {number_of(steps, 'step')}."
         warn_caller(
             f"A batch is longer than max_batch_size={most} with the chance {chance:.3g}, and every step charges 2 "
-            f"exp(epsilon) times that to delta, an upper bound. With max_batch_size={enough} it is nothing.",
+            f"exp(epsilon) times that to delta, an upper bound.{until if steps <= MANY_STEPS else ''} With "
+            f"max_batch_size={enough} it is nothing.",
         )
 
 
@@ -156,7 +163,7 @@ def steps_that_fit(
     left = delta - math.exp(min(target, 600.0)) * failing if failing else delta
     if failing and left <= 0.0:
         raise ValueError(
-            f"Batches are longer than max_batch_size with the chance {failing / 2:.3g} in all steps together, which at "
+            f"Of all {steps} batches {failing / 2:.3g} are longer than max_batch_size={most} on average, which at "
             f"epsilon {epsilon:g} takes all of delta {delta:g}; give a larger max_batch_size."
         )
     sampling = sampling_of(settings) if sampling_of(settings) in EPOCHS else "poisson"

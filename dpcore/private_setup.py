@@ -55,13 +55,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 FACTORS = {"automatic": automatic_factors}
 INSTEAD = {
+    "sampler": "say how batches are drawn by sampling=, as sampling='bins'",
     "secure_mode": "it belongs to the engine: PrivacyEngine(secure_mode=True)",
     "generator": "pass noise_generator= to seed the noise",
     "noise": "it comes from the engine's seed, or from PrivacyEngine(secure_mode=True)",
     "module": "the module is recorded by make_private itself",
     "ranks": "the processes are those of the module's wrapper",
 }
-"""Arguments of the optimisers' classes that make_private sets itself, and what to do instead of passing them."""
+"""Arguments that are set by make_private itself, or have another name, and what to do instead of passing them."""
 
 
 class PrivateSettings(TypedDict, total=False):

@@ -69,12 +69,14 @@ class Size:
 # Harness by 44 and tests by 39 for cells of a grid without a time, runs that pages cite, and marks of a figure.
 # Dpcore by 34 and tests by 41 for looks that all ranks take together. Dpcore by 144 and tests by 181 for runs whose ranks
 # are killed, and Engine on copies.
+# Dpcore by 33 and tests by 57 for what is said of samplers: counts of epochs, rates and cuts.
+# Dpcore by 111 and tests by 87 for streams that are dealt into bins; tests by 25 for two mutants of units.
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=32_636, long_classes=0, long_files=0),
+    "dpcore": Size(lines=32_780, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_180, long_classes=0, long_files=16),
+    "tests": Size(lines=56_349, long_classes=0, long_files=16),
 }
 
 

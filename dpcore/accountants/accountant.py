@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
-from dpcore.arguments import check_number
+from dpcore.arguments import check_number, number_of
 from dpcore.errors import UnsupportedError
 
 Rate = float | tuple[str, int]
@@ -142,11 +142,15 @@ class IAccountant(ABC):
         return math.inf
 
     def __repr__(self) -> str:
+        counted = totals(entry for entry in self.history if entry[1] != 0.0)  # other steps are of epochs among these
         steps = ", ".join(
-            f"{count} at noise {noise:.6g}, {rate_words(rate)}" for noise, rate, count in self.history[-4:]
+            f"{number_of(count, 'epoch')} of {rate[1]} bins at noise {noise:.6g}"
+            if isinstance(rate, tuple)
+            else f"{count} at noise {noise:.6g}, rate {rate:.6g}"
+            for (noise, rate), count in [*counted.items()][-4:]
         )
-        earlier = "..., " if len(self.history) > 4 else ""
-        return f"{type(self).__name__}({len(self)} steps: {earlier}{steps or 'none yet'})"
+        earlier = "..., " if len(counted) > 4 else ""
+        return f"{type(self).__name__}({number_of(len(self), 'step')}: {earlier}{steps or 'none yet'})"
 
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
         """The epsilon of a non-empty history with positive noise multipliers and sample rates."""

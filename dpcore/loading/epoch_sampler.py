@@ -15,7 +15,7 @@ import numpy as np
 
 from dpcore.accountants.accountant import BINS, Rate
 from dpcore.arguments import did_you_mean
-from dpcore.errors import UnsupportedError
+from dpcore.errors import UnsupportedError, warn_caller
 from dpcore.loading.uniform_sampler import UniformWithReplacementSampler
 
 POISSON, TRUNCATED, SHUFFLE = "poisson", "truncated", "shuffle"
@@ -34,10 +34,15 @@ def check_sampling(sampling: Any, max_batch_size: Any) -> str | None:
         )
     if sampling == TRUNCATED and max_batch_size is None:
         raise ValueError("sampling='truncated' cuts Poisson batches; say to how many examples, by max_batch_size=.")
+    if sampling == POISSON and max_batch_size is not None:
+        raise ValueError(
+            f"sampling='poisson' cuts no batch, and max_batch_size is {max_batch_size}; take sampling='truncated', or "
+            "leave one of the two out."
+        )
     if sampling == SHUFFLE and max_batch_size is not None:
         raise ValueError(
-            f"max_batch_size is {max_batch_size}, and shuffled batches have one length already; leave it out, or take "
-            "another sampling."
+            f"max_batch_size is {max_batch_size}, and no shuffled batch is longer than the others; leave it out, or "
+            "take another sampling."
         )
     return sampling
 
@@ -199,7 +204,12 @@ def epoch_sampler(
             "the others have begun. Leave it out: one Poisson batch is dealt out to all ranks."
         )
     if kind == BINS:
-        return EpochSampler(num_samples=examples, kind=kind, batches=bins_for(sample_rate), **drawn)
+        if abs(1 / sample_rate - (bins := bins_for(sample_rate))) > 1e-6 * bins:
+            warn_caller(
+                f"sample_rate is {sample_rate:g}, and an epoch has a whole number of bins: it is dealt into {bins}, at "
+                f"the rate {1 / bins:g}, and epsilon is that of these."
+            )
+        return EpochSampler(num_samples=examples, kind=kind, batches=bins, **drawn)
     size = max(1, round(sample_rate * examples))
     batches = examples // size if drop_last else math.ceil(examples / size)
     if not batches:

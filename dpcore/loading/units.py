@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
-from dpcore.arguments import check_number
+from dpcore.arguments import check_number, number_of
 from dpcore.errors import UnsupportedError
 
 
@@ -39,7 +39,7 @@ class UnitDataset(Dataset[Any]):
         self.dataset = dataset
 
     def __repr__(self) -> str:
-        return f"{len(self)} units: each {self.words}"
+        return f"{number_of(len(self), 'unit')}: each {self.words}"
 
     @abstractmethod
     def __len__(self) -> int:

@@ -378,6 +378,34 @@ def test_what_does_not_go_together_is_refused(options, named):
         private(**options)
 
 
+def test_a_rate_that_makes_no_whole_number_of_bins_is_said():
+    data = TensorDataset(torch.randn(60, 5), torch.arange(60) % 3)
+    with pytest.warns(UserWarning, match=r"sample_rate is 0.13, .* dealt into 8, at the rate 0.125"):
+        assert len(DPDataLoader(data, sample_rate=0.13, sampling="bins")) == 8
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shown"),
+    [("bins", "33 steps: 3 epochs of 11 bins at noise 1)"), ("shuffle", "33 steps: 3 at noise 1, rate 1)")],
+)
+def test_an_engine_says_the_epochs_that_are_counted(sampling, shown):
+    engine, model, optimizer, loader = private(sampling)
+    for _ in range(3):
+        train(model, optimizer, loader)
+    assert shown in repr(engine)
+
+
+def test_a_batch_of_more_examples_than_there_are_is_said():
+    data = TensorDataset(torch.randn(60, 5), torch.arange(60) % 3)
+    with pytest.warns(UserWarning, match="batch_size is 100 for 60 examples.* sample rate 1"):
+        DPDataLoader.from_data_loader(DataLoader(data, batch_size=100))
+
+
+def test_the_sampler_is_named_by_sampling():
+    with pytest.raises(TypeError, match="'sampler'; say how batches are drawn by sampling="):
+        private("bins", sampler="bins")
+
+
 def test_views_are_dealt_by_their_examples():
     data = dpcore.views(TensorDataset(torch.randn(40, 5), torch.arange(40) % 3), None, K=3)
     made = DPDataLoader(data, sample_rate=0.25, sampling="bins", seed=0)

@@ -1,6 +1,7 @@
 """Truncated Poisson batches: what is kept, what epsilon charges for it, and batches of one length."""
 
 import math
+import re
 import warnings
 
 import numpy as np
@@ -95,6 +96,33 @@ def test_a_bound_that_costs_epsilon_warns_and_names_one_that_does_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PrivacyEngine().make_private(**given | {"module": model, "optimizer": optimizer, "max_batch_size": 160})
+
+
+@pytest.mark.parametrize("most", [13, 16, 20])
+def test_the_warning_names_the_step_after_which_epsilon_is_infinite(most):
+    with pytest.warns(UserWarning, match=f"max_batch_size={most} ") as caught:
+        model = small_model()
+        PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+            max_grad_norm=1.0, data_loader=DataLoader(small_data(), batch_size=10), max_batch_size=most,
+        )  # fmt: skip
+    said = re.search(r"delta up to 1 / 60 epsilon is infinite after (\d+) step", str(caught[0].message))
+    delta, steps = 1 / 60, int(said[1])
+    charge = 2 * UniformWithReplacementSampler(num_samples=60, sample_rate=1 / 6, max_batch_size=most).overflow
+    accountant = PRVAccountant()
+    for _ in range(steps - 1):
+        accountant.add_failure_probability(charge)
+    accountant.step(noise_multiplier=50.0, sample_rate=1 / 6, steps=steps)
+    assert accountant.failure_probability < delta
+    accountant.add_failure_probability(charge)
+    assert math.isinf(accountant.get_epsilon(delta))
+
+
+def test_an_explicit_poisson_is_not_cut():
+    with pytest.raises(ValueError, match=r"'poisson' cuts no batch, and max_batch_size is 20.*'truncated'"):
+        make(sampling="poisson", max_batch_size=20)
+    with pytest.raises(ValueError, match="'poisson' cuts no batch"):
+        DPDataLoader(small_data(), sample_rate=0.1, sampling="poisson", max_batch_size=20)
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])

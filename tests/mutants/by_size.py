@@ -67,6 +67,23 @@ class ClipsRows(Exact):
         return found
 
 
+class UnitTwice(Exact):
+    """Has the first unit of a batch in it twice, as a sampler of rows has a user: it adds up to twice C."""
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        return super().clipped_sum(np.concatenate([rows, rows[:1]]))
+
+
+class CutsBatches(Exact):
+    """Cuts a longer batch to the expected size, for shapes that do not change; the budget is that of Poisson batches.
+
+    A unit may then push another one out.
+    """
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        return super().clipped_sum(np.random.default_rng(0).permutation(rows)[: self.setting.batch_size])
+
+
 class IdsOfOneByte(Exact):
     """Keeps ids in eight bits."""
 
@@ -149,4 +166,6 @@ VARIANTS: dict[str, type[Exact]] = {
     "half-rows": HalfPrecisionRows,
     "exact-views": Exact,
     "clips-rows": ClipsRows,
+    "unit-twice": UnitTwice,
+    "cuts-batches": CutsBatches,
 }

@@ -31,6 +31,8 @@ CAUGHT_BY = {
     "clips-batch": UPDATES | {"sensitivity"},
     "clips-per-layer": UPDATES | {"update: one, clipped"},
     "clips-rows": {"update: some clipped", "update: all clipped", "update: large batch"},
+    "unit-twice": {"update: one, clipped", "update: some clipped", "sensitivity"},
+    "cuts-batches": {"update: large batch", "update: sizes", "noise: on a large batch"},
     "ignores-c": UPDATES | {"update: other C, B and rate"},
     "inverts-factor": UPDATES | {"sensitivity"},
     "zero-norm": {"update: zero gradients", "update: zero and other gradients"},
