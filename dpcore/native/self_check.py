@@ -59,6 +59,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _parts(call, randn)
     yield from _products(call, randn)
     yield from _max_pool(call, randn)
+    yield from _gelu(call, randn)
 
 
 def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -271,3 +272,12 @@ def _max_pool(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]
         true, places = torch.ops.aten.max_pool2d_with_indices(x, *window)
         yield "max_pool", out, true
         yield "max_pool_grad", found, torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *window, places)
+
+
+def _gelu(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    x, grad = 3.0 * randn(83), randn(83)
+    out, found = torch.empty(83), torch.empty(83)
+    call("dpcore_gelu_forward", (x, out), 83, 1)
+    call("dpcore_gelu_backward", (x, grad, found), 83, 1)
+    yield "gelu", out, torch.nn.functional.gelu(x, approximate="tanh")
+    yield "gelu_grad", found, torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
