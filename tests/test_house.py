@@ -71,12 +71,14 @@ class Size:
 # are killed, and Engine on copies.
 # Dpcore by 33 and tests by 57 for what is said of samplers: counts of epochs, rates and cuts.
 # Dpcore by 111 and tests by 87 for streams that are dealt into bins; tests by 25 for two mutants of units.
+# Dpcore by 134 and tests by 123 for a kernel of GELU, which takes a tenth of ordinary training off a ViT's step, and
+# one that clips example after example, which takes a twenty-fifth.
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=32_780, long_classes=0, long_files=0),
+    "dpcore": Size(lines=32_914, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_349, long_classes=0, long_files=16),
+    "tests": Size(lines=56_472, long_classes=0, long_files=16),
 }
 
 

@@ -158,6 +158,9 @@ class Accumulator(SumBuffer):
                 factors[:, good] = self._factors(measured.of(good), None if mask is None else mask[good])
         large = InTurn(in_turn, self._where)
         measured.error = max(measured.error, large.error)
+        if len(self.bounds) == 1 and self.factors is clip_factors and measured.scales is None and mask is None:
+            bound = self.bounds[0] * self._share(measured)
+            waiting = waiting[large.clip(measured.norms_sq[0], factors[0], bound, scale) :]
         cancelling: InTurn | None = None
         with full_precision():
             for i in waiting:

@@ -41,7 +41,7 @@ class InTurn:
 
     def __init__(self, choices: Sequence[Choice], sums: Sums) -> None:
         self._sums = sums
-        found = {c.param: c.uses[0].product(c.param) for c in choices if len(c.uses) == 1}
+        found = {c.param: c.product or c.uses[0].product(c.param) for c in choices if len(c.uses) == 1}
         products = {param: product for param, product in found.items() if product is not None}
         if sums.dtype != torch.float32:
             products = {}
@@ -51,6 +51,16 @@ class InTurn:
         self._alone = [choice for choice in choices if choice.param not in products]
         self._buffers: Sequence[Tensor] = ()
         self._formed: list[tuple[Parameter, Tensor]] = []
+
+    def clip(self, norms_sq: Tensor, factors: Tensor, bound: float, scale: float) -> int:
+        """Do :meth:`form` and :meth:`add` for one example after the other, by flat clipping of the whole gradient.
+
+        Returns how many examples were added, as :meth:`dpcore.native.products.Products.clip` does: none where not all
+        of the gradients are the kernels' to form.
+        """
+        if self._products is None or self._alone:
+            return 0
+        return self._products.clip(norms_sq, factors, bound, scale)
 
     def form(self, i: int, norms_sq: Tensor) -> list[tuple[SquaredNorm, int]]:
         """Form the gradients of example i.

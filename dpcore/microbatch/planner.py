@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dpcore.gpu import tuned
+from dpcore.native.products import Product
 from dpcore.tape.uses import Use
 
 # What a micro-batch leaves behind should still be in the last-level cache when its norms and sums are taken. Every
@@ -52,12 +53,14 @@ class Choice:
 
     ``ghost``: the norm without per-sample gradients, then a weighted contraction. ``keep``: per-sample gradients,
     formed once for all examples and used for both. ``turn``: the same for one example after the other, when the norms
-    of all parameters that are not formed in turn are known: formed, squared, added.
+    of all parameters that are not formed in turn are known: formed, squared, added. ``product``: what
+    kernels form then.
     """
 
     param: Parameter
     uses: tuple[Use, ...]
     method: str
+    product: Product | None = None
 
 
 def choose(uses: Sequence[Use], turns: bool = True) -> list[Choice]:
@@ -80,10 +83,11 @@ def _turned(choices: list[Choice]) -> list[Choice]:
     """Let the gradients that kernels form in one call for each example take turns, where all of them together are large
     enough for it.
     """
-    taken = {c.param for c in choices if c.method != "ghost" and len(c.uses) == 1 and c.uses[0].product(c.param)}
+    found = {c.param: c.uses[0].product(c.param) for c in choices if c.method != "ghost" and len(c.uses) == 1}
+    taken = {param: product for param, product in found.items() if product is not None}
     if not taken or sum(param.numel() for param in taken) < _fewest_in_turn(next(iter(taken)).device):
         return choices
-    return [replace(choice, method="turn") if choice.param in taken else choice for choice in choices]
+    return [replace(c, method="turn", product=taken[c.param]) if c.param in taken else c for c in choices]
 
 
 def _fewest_in_turn(device: torch.device) -> float:

@@ -354,6 +354,22 @@ def cross_entropy_grad(z: Tensor, labels: Tensor, grad: Tensor, shifts: Tensor, 
     return None if changed else out
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU of x by its tanh form, dense."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _call("dpcore_gelu_forward", (x, out), (x.numel(), torch.get_num_threads()))
+    return out
+
+
+def gelu_grad(x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient at x for one at what :func:`gelu` gave."""
+    x, grad = x.contiguous(), grad.contiguous()
+    out = torch.empty_like(x)
+    _call("dpcore_gelu_backward", (x, grad, out), (x.numel(), torch.get_num_threads()))
+    return out
+
+
 def max_pool(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The largest of every window of x [.., H, W], and what the gradient needs, both [.., *size].
 

@@ -66,3 +66,23 @@ extern "C" void dpcore_add_products(const int64_t* table, const float* factors, 
         }
     });
 }
+
+// Forms and adds one example's gradients after the other's, at flat clipping's factors. norms_sq [batch] holds the squared norms
+// of all other gradients of an example, to which these are added; factors [batch] = min(1, bound / norm), times ``scale`` what is
+// added. The arithmetic is that of torch's operators. Returns the first example whose norm is no number below infinity, of which
+// nothing was added or noted; batch where there is none.
+extern "C" int64_t dpcore_clip_products(const int64_t* table, double* squares, float* added, float* norms_sq, float* factors,
+                                        int64_t count, int64_t batch, int64_t threads, double bound, double scale) {
+    for (int64_t b = 0; b < batch; ++b) {
+        dpcore_form_products(table, squares, count, b, threads);
+        double sum = 0.0;
+        for (int64_t k = 0; k < count; ++k) sum += squares[k];
+        const float total = norms_sq[b] + float(sum);
+        if (!(total < __builtin_inff())) return b;
+        norms_sq[b] = total;
+        factors[b] = std::min(1.0f / __builtin_sqrtf(total) * float(bound), 1.0f);
+        std::fill(added, added + count, factors[b] > 0.0f ? factors[b] * float(scale) : 0.0f);
+        dpcore_add_products(table, added, count, threads);
+    }
+    return batch;
+}

@@ -82,11 +82,7 @@ class Products:
         """
         if not 0 <= example < self._examples:
             raise IndexError(f"There is no example {example} of {self._examples}.")
-        if any(tensor._version != version for tensor, version in self._read):
-            raise UnsupportedError(
-                "A layer's input, or the gradient at its output, was changed in place while gradients were formed of "
-                "it; a clipping rule must leave them as they are."
-            )
+        self._check_unchanged()
         call = function(self._library, "dpcore_form_products", 2, 3)
         table = self._table.buffer_info()[0]
         call(table, self._squares.data_ptr(), len(self._sums), example, torch.get_num_threads())
@@ -99,6 +95,44 @@ class Products:
         if len(numbers) != len(self._sums):
             raise ValueError(f"There are {len(numbers)} factors for {len(self._sums)} weights; give one each.")
         call(self._table.buffer_info()[0], numbers.buffer_info()[0], len(self._sums), torch.get_num_threads())
+        self._note_added()
+
+    def clip(self, norms_sq: Tensor, factors: Tensor, bound: float, scale: float) -> int:
+        """Form and add the gradients of one example after the other at flat clipping's factors, in one call.
+
+        Args:
+            norms_sq: [B] squared norms of all other gradients, dense, to which those of these are added.
+            factors: [B], dense, where min(1, ``bound`` / norm) is written.
+            bound: C, lowered by what rounding may hide.
+            scale: What is added is multiplied by it, too.
+
+        Returns:
+            How many examples were added: all up to the first one whose norm is no number below infinity.
+
+        Raises:
+            ValueError: there is not one norm and one factor for each example.
+            UnsupportedError: a layer's input, or the gradient at its output, was changed since.
+        """
+        for numbers in (norms_sq, factors):
+            if numbers.shape != (self._examples,) or numbers.dtype != torch.float32 or not numbers.is_contiguous():
+                raise ValueError(f"There are {tuple(numbers.shape)} norms or factors for {self._examples} examples.")
+        self._check_unchanged()
+        call = function(self._library, "dpcore_clip_products", 5, 3, 2)
+        added = array("f", bytes(4 * len(self._sums)))
+        squares, *rest = (t.data_ptr() for t in (self._squares, norms_sq, factors))
+        sizes = len(self._sums), self._examples, torch.get_num_threads()
+        done = call(self._table.buffer_info()[0], squares, added.buffer_info()[0], *rest, *sizes, bound, scale)
+        self._note_added()
+        return done
+
+    def _check_unchanged(self) -> None:
+        if any(tensor._version != version for tensor, version in self._read):
+            raise UnsupportedError(
+                "A layer's input, or the gradient at its output, was changed in place while gradients were formed of "
+                "it; a clipping rule must leave them as they are."
+            )
+
+    def _note_added(self) -> None:
         if not self._has_added:  # later calls come before anyone else sees the sums
             self._has_added = True
             for into in self._sums:

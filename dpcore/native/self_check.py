@@ -59,6 +59,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _parts(call, randn)
     yield from _products(call, randn)
     yield from _max_pool(call, randn)
+    yield from _gelu(call, randn)
 
 
 def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -257,6 +258,16 @@ def _products(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]
     for out, summed, t, factor in zip(outs, sums, true, factors, strict=True):
         yield "form_products", out, t
         yield "add_products", summed, 1.0 + factor * t
+    norms, found, added = torch.tensor([1.0, 1e9]), torch.zeros(2), torch.zeros(2)
+    for summed in sums:
+        summed.zero_()
+    call("dpcore_clip_products", (products, squares, added, norms, found), 2, 2, 1, numbers=(3.0, 2.0))
+    gradients = [torch.einsum("btn,btm->bnm", g, x) for g, x in pairs]
+    true_norms = torch.tensor([1.0, 1e9]) + torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
+    yield "clip_products", norms, true_norms
+    yield "clip_products' factors", found, (3.0 / true_norms.sqrt()).clamp(max=1.0)
+    for summed, g in zip(sums, gradients, strict=True):
+        yield "clip_products' sums", summed, torch.tensordot(2.0 * found, g, dims=1)
 
 
 def _max_pool(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -271,3 +282,12 @@ def _max_pool(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]
         true, places = torch.ops.aten.max_pool2d_with_indices(x, *window)
         yield "max_pool", out, true
         yield "max_pool_grad", found, torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *window, places)
+
+
+def _gelu(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    x, grad = 3.0 * randn(83), randn(83)
+    out, found = torch.empty(83), torch.empty(83)
+    call("dpcore_gelu_forward", (x, out), 83, 1)
+    call("dpcore_gelu_backward", (x, grad, found), 83, 1)
+    yield "gelu", out, torch.nn.functional.gelu(x, approximate="tanh")
+    yield "gelu_grad", found, torch.ops.aten.gelu_backward(grad, x, approximate="tanh")

@@ -108,7 +108,8 @@ def _pair(value: Any) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value) * (2 if len(value) == 1 else 1)
 
 
-def _is_for_kernel(x: Tensor) -> bool:
+def is_for_kernel(x: Tensor) -> bool:
+    """Return whether a kernel takes what is done to the numbers of ``x``, and saves more than it costs."""
     return (
         x.numel() >= WORTH_A_KERNEL
         and x.requires_grad
@@ -131,7 +132,7 @@ def _max_pool2d(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         return_indices: bool = False,
     ) -> Any:
         traced = type(input) is not Tensor and input.device.type == "cpu"
-        if return_indices or input.dim() != 4 or not (traced or _is_for_kernel(input)):
+        if return_indices or input.dim() != 4 or not (traced or is_for_kernel(input)):
             return func(*args, **kwargs)
         kernel = _pair(kernel_size)
         window = (kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation), ceil_mode)

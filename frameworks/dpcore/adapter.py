@@ -149,7 +149,7 @@ class Loop(Dpcore):
         self.configure(task, setting)
         self.model = self.network(initial)
         self.losses = self.losses_of_rows()
-        self.wrapped = GradSampleModule(self.by_rows(), group=task.views)
+        self.wrapped = GradSampleModule(self.by_rows(), ordinary_grad=False, group=task.views)
         self.private = DPOptimizer(
             self.optimizer(),
             noise_multiplier=setting.noise_multiplier,

@@ -187,6 +187,33 @@ def test_products_of_one_example_after_the_other_equal_float64(batch, sizes, apa
         assert bool((held[n * m :] == 1.0).all())
 
 
+@pytest.mark.parametrize("wrong", [None, torch.inf, torch.nan], ids=str)
+def test_products_are_clipped_up_to_the_first_example_without_a_norm(wrong):
+    torch.manual_seed(0)
+    of = [Product(torch.randn(6, 5, n), torch.randn(6, 5, m)) for n, m in ((21, 8), (3, 90))]
+    norms_sq, factors, sums = 1e3 * torch.rand(6), torch.zeros(6), [torch.zeros(21 * 8), torch.zeros(3 * 90)]
+    done = 6 if wrong is None else 4
+    if wrong is not None:
+        of[1].left[4, 2, 0] = wrong
+    grads = [torch.einsum("btn,btm->bnm", p.left.double(), p.right.double()).flatten(1) for p in of]
+    true = norms_sq + sum(g.square().sum(1) for g in grads)
+    kept = torch.where(torch.arange(6) < done, true, norms_sq.double())
+    assert Products(of, sums).clip(norms_sq, factors, 15.0, 0.25) == done
+    torch.testing.assert_close(norms_sq, kept.float())
+    wanted = (15.0 / true[:done].sqrt()).clamp(max=1.0)
+    torch.testing.assert_close(factors[:done], wanted.float())
+    assert not factors[done:].any()
+    for summed, g in zip(sums, grads, strict=True):
+        torch.testing.assert_close(summed, (0.25 * wanted @ g[:done]).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_no_product_is_added_where_no_bound_is_left():
+    """A margin that leaves nothing of C, and a norm of zero: zero times infinity is no factor."""
+    sums, factors = [torch.zeros(20)], torch.ones(2)
+    Products([Product(torch.zeros(2, 3, 4), torch.randn(2, 3, 5))], sums).clip(torch.zeros(2), factors, 0.0, 1.0)
+    assert torch.equal(sums[0], torch.zeros(20))
+
+
 def test_products_that_are_not_numbers_are_not_added_at_a_factor_of_zero():
     left = torch.randn(2, 3, 4)
     left[0] = torch.nan
@@ -208,9 +235,13 @@ def test_products_refuse_what_is_not_theirs():
         products.form(2)
     with pytest.raises(ValueError, match="2 factors for 1 weights"):
         products.add([1.0, 1.0])
+    with pytest.raises(ValueError, match="for 2 examples"):
+        products.clip(torch.zeros(3), torch.zeros(3), 1.0, 1.0)
     right.mul_(2.0)
     with pytest.raises(UnsupportedError, match="was changed in place"):
         products.form(0)
+    with pytest.raises(UnsupportedError, match="was changed in place"):
+        products.clip(torch.zeros(2), torch.zeros(2), 1.0, 1.0)
 
 
 def test_sums_follow_parameters_that_are_turned_in_memory(monkeypatch):
@@ -263,8 +294,8 @@ class Turned(nn.Module):
 def test_linear_maps_go_through_kernels_wherever_their_weights_lie(monkeypatch, turns):
     if turns:
         calls = []
-        form = Products.form
-        monkeypatch.setattr(Products, "form", lambda of, i: calls.append(i) or form(of, i))
+        clip = Products.clip
+        monkeypatch.setattr(Products, "clip", lambda of, *args: calls.append(args) or clip(of, *args))
     else:
         calls = _count(monkeypatch, "contraction_clipped_sum")
     monkeypatch.setattr("dpcore.microbatch.planner.FEWEST_IN_TURN", 1)
