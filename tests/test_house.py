@@ -67,12 +67,13 @@ class Size:
 # 171 and 9 for a sharded Llama as an example.
 # Dpcore by 39 and tests by 50 for batches of one deal that come again, and ranks that use different draws.
 # Harness by 44 and tests by 39 for cells of a grid without a time, runs that pages cite, and marks of a figure.
+# Dpcore by 299 and tests by 293 for noise that is correlated over steps.
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=32_458, long_classes=0, long_files=0),
+    "dpcore": Size(lines=32_757, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_140, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=55_957, long_classes=0, long_files=16),
+    "tests": Size(lines=56_250, long_classes=0, long_files=16),
 }
 
 
