@@ -1,6 +1,7 @@
 """dpcore: exact DP-SGD for PyTorch at nearly the price of ordinary training."""
 
 from dpcore.budget import BudgetError
+from dpcore.correlated import CorrelatedNoise
 from dpcore.data_loader import DPDataLoader
 from dpcore.engine.batch_sums import ClippedSum
 from dpcore.engine.engine import Engine
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "ClippedSum",
+    "CorrelatedNoise",
     "DPDataLoader",
     "Engine",
     "GaussianNoise",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dpcore.accountants import IAccountant
-from dpcore.accountants.accountant import History, Rate, count, released_of
+from dpcore.accountants.accountant import History, Rate, charged_of, count
 from dpcore.accountants.utils import rounded_up
 from dpcore.arguments import check_number
 from dpcore.errors import PrivacyError
@@ -89,7 +89,7 @@ class Budget:
         Each of its steps has a place there, of as little noise and as many examples.
         """
         left = [steps for _, _, steps in self.fits]
-        for noise, rate, wanted in released_of(history):
+        for noise, rate, wanted in charged_of(history):
             for i, (least, most, _) in enumerate(self.fits):
                 if noise >= least and _is_no_more(rate, most):
                     taken = min(wanted, left[i])

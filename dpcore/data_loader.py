@@ -16,7 +16,7 @@ from dpcore.arguments import check_number, number_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
-from dpcore.loading.epoch_sampler import EPOCHS, SHUFFLE, EpochSampler, check_sampling, epoch_sampler
+from dpcore.loading.epoch_sampler import CUT, EPOCHS, EpochSampler, check_sampling, epoch_sampler
 from dpcore.loading.ledger import Source
 from dpcore.loading.uniform_sampler import (
     DealtUniformWithReplacementSampler,
@@ -331,7 +331,7 @@ class DPDataLoader(CountingDataLoader):
         if sample_rate is None:
             # Shuffled batches have the loader's length, Poisson batches and bins make as many batches as it has.
             sample_rate = 1 / max(_batches(loader), 1)
-            if sampling == SHUFFLE:
+            if sampling in CUT:
                 length: int = getattr(drawn, "batch_size", 1)
                 sample_rate = min(1.0, length / len(loader.dataset))  # type: ignore[arg-type]
         if generator is None and seed is None and not secure:
@@ -347,7 +347,7 @@ class DPDataLoader(CountingDataLoader):
             generator=generator,
             max_batch_size=max_batch_size,
             sampling=sampling,
-            drop_last=sampling == SHUFFLE and bool(getattr(loader.batch_sampler, "drop_last", False)),
+            drop_last=sampling in CUT and bool(getattr(loader.batch_sampler, "drop_last", False)),
             **worker_options(loader),
         )
 

@@ -14,6 +14,7 @@ from dpcore import native
 from dpcore.accountants import IAccountant, create_accountant
 from dpcore.budget import Budget, BudgetError
 from dpcore.checkpoint import Checkpoint, named_schedulers, sharded_as, without_seeds
+from dpcore.correlated import check_correlated
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import warn_caller
@@ -149,13 +150,14 @@ class PrivacyEngine(ExtensionPoints):
         if isinstance(loader, DPDataLoader):
             settings["sample_rate"] = loader.sample_rate
         check_length(loader, settings["sample_rate"])
+        check_correlated(settings, None, self.secure_mode)
         rate, mechanism = rate_of(settings), self.accountant.mechanism()
         self._spending.check_takes(sampling_of(settings))
         # Calibration finds that these steps fit; only beyond them need epsilon be computed at every step.
-        planned, failing = steps_that_fit(settings, rate, target_epsilon, target_delta, epochs, mechanism)
-        private = self.make_private(noise_multiplier=planned[0], **settings)
+        noise, planned, failing = steps_that_fit(settings, rate, target_epsilon, target_delta, epochs, mechanism)
+        private = self.make_private(noise_multiplier=noise, **settings)
         if enforce_budget:
-            self._spending.set_budget(target_epsilon, target_delta, [planned], failing)
+            self._spending.set_budget(target_epsilon, target_delta, planned, failing)
         else:
             self._spending.check_delta(target_delta)
         return private

@@ -16,6 +16,7 @@ from dpcore.accountants.accountant import rate_words, totals
 from dpcore.accountants.pld import PLDAccountant
 from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.checkpoint import Checkpoint
+from dpcore.loading.epoch_sampler import CUT
 from dpcore.log_chart import COLOURS, Axis, Curve, chart
 from dpcore.privacy_engine import PrivacyEngine
 
@@ -38,6 +39,8 @@ DRAWN = {
     "bins": "balls in bins: in each epoch every unit is in one batch, uniformly and independently; a begun one counts",
     "shuffle": "shuffled epochs, counted without amplification: an upper bound for units that are replaced by nothing "
     "(zeros), of a number that is known",
+    "cycle": "the same batches in every epoch, in one order, counted without amplification: an upper bound for units "
+    "that are replaced by nothing (zeros), of a number that is known",
 }
 _RATES = (0.001, 0.01, 0.1)
 
@@ -194,7 +197,7 @@ def _of_run(run: _Run) -> PrivacyReport:
     delta = customary_delta(run.examples or 10**5 - 1)
     first = accountant.get_epsilon(delta)
     one = "one user's training examples" if "one user" in _units(run) else "one training example"
-    is_shuffled = any(setting.get("sampling") == "shuffle" for setting in run.settings)
+    is_shuffled = any(setting.get("sampling") in CUT for setting in run.settings)
     change = f"putting zeros in the place of {one}" if is_shuffled else f"adding or removing {one}"
     promise = (
         f"This model is (ε = {rounded_up(first)}, δ = {delta:g})-differentially private: for {change}, "
@@ -251,6 +254,7 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
     rows += [("units", f"{run.examples:,}")] if run.examples is not None else []
     rows += [("batches", batches) for batches in _batches(run)]
     rows += [("batches are cut to", f"{s['max_batch_size']}") for s in run.settings if s.get("max_batch_size")]
+    rows += [("noise", f"correlated over steps, {s['mechanism']}") for s in run.settings if s.get("mechanism")]
     rows += [("steps", "; ".join(shown))]
     for setting in filter(None, run.settings):
         bounds, clipping = setting.get("max_grad_norm"), setting.get("clipping", "flat")

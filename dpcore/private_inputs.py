@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpcore.accountants import get_noise_multiplier
-from dpcore.accountants.accountant import Rate
+from dpcore.accountants.accountant import History
 from dpcore.accountants.utils import counted_as
 from dpcore.arguments import number_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
-from dpcore.loading.epoch_sampler import EPOCHS, bins_for, check_sampling
+from dpcore.loading.epoch_sampler import CYCLE, EPOCHS, bins_for, check_sampling
 from dpcore.loading.uniform_sampler import UniformWithReplacementSampler, overflow, steps_per_epoch
 from dpcore.loading.units import rows_per_unit, unit_words
 from dpcore.optimizers import DPOptimizer
@@ -133,7 +133,13 @@ def sampling_of(settings: Mapping[str, Any]) -> str:
             )
         return "ordinary"
     own: str | None = getattr(settings["data_loader"], "kind", None)
-    return own or given or "poisson"
+    found = own or given or ("poisson" if settings["mechanism"] is None else CYCLE)
+    if (found == CYCLE) != (settings["mechanism"] is not None):
+        raise ValueError(
+            f"sampling is {found!r} with mechanism={settings['mechanism']}: a cycle of the same batches is for "
+            "correlated noise, and that for nothing else. Leave sampling= out."
+        )
+    return found
 
 
 def rate_of(settings: Mapping[str, Any]) -> float:
@@ -149,8 +155,8 @@ def rate_of(settings: Mapping[str, Any]) -> float:
 
 def steps_that_fit(
     settings: Mapping[str, Any], rate: float, epsilon: float, delta: float, epochs: float, mechanism: str
-) -> tuple[tuple[float, Rate, int], float]:
-    """Return (noise multiplier, rate, number) of the steps, or of what is counted for them, that fit a budget.
+) -> tuple[float, History, float]:
+    """Return the noise multiplier with which the steps fit a budget, and what is counted for them.
 
     And the chance that one of them fails because its batch was cut; ValueError where that takes all of δ.
     """
@@ -166,6 +172,13 @@ def steps_that_fit(
             f"Of all {steps} batches {failing / 2:.3g} are longer than max_batch_size={most} on average, which at "
             f"epsilon {epsilon:g} takes all of delta {delta:g}; give a larger max_batch_size."
         )
+    if (correlated := settings["mechanism"]) is not None:
+        gaussian = get_noise_multiplier(
+            target_epsilon=target, target_delta=left, sample_rate=1.0, steps=1, accountant=mechanism
+        )
+        costs = correlated.costs(steps_per_epoch(rate), math.ceil(epochs * (1 - 1e-12)))
+        noise = gaussian * math.fsum(costs) ** 0.5 * (1 + 1e-9)
+        return noise, [(noise / cost**0.5, 1.0, 1) for cost in costs], failing
     sampling = sampling_of(settings) if sampling_of(settings) in EPOCHS else "poisson"
     noise = get_noise_multiplier(
         target_epsilon=target,
@@ -175,4 +188,4 @@ def steps_that_fit(
         accountant=mechanism,
         sampling=sampling,
     )
-    return (noise, *counted_as(sampling, rate, steps=steps)), failing
+    return noise, [(noise, *counted_as(sampling, rate, steps=steps))], failing

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from dpcore.arguments import check_divisor, check_noise_multiplier, check_number, did_you_mean
 from dpcore.clipping import Factors, automatic_factors, check_max_grad_norm, check_noise
+from dpcore.correlated import CorrelatedNoise, Correlation, check_correlated
 from dpcore.data_loader import RAND_ON_EMPTY, DPDataLoader
 from dpcore.distributed import Ranks, check_shares, ranks_of
 from dpcore.errors import UnsupportedError, warn_caller
@@ -26,7 +27,7 @@ from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.loading.checks import check_data_set, check_once_a_round, check_ordinary
 from dpcore.loading.counting_loader import CountingDataLoader, counted
-from dpcore.loading.epoch_sampler import EpochSampler
+from dpcore.loading.epoch_sampler import CYCLE, EpochSampler
 from dpcore.loading.ledger import Ledger, give
 from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import drawn_seed
@@ -128,6 +129,9 @@ class PrivateSettings(TypedDict, total=False):
             the examples, in random order, into batches of the loader's length; every begun round counts as a Gaussian
             mechanism without amplification, an upper bound for neighbours of which one has zeros in an example's place.
             None: as ``data_loader`` does, where that is a :class:`DPDataLoader`.
+        mechanism: A :class:`dpcore.CorrelatedNoise`, whose noise later steps partly take back (DP-FTRL). Every round
+            then has the same batches in the same order, and epsilon is that of one Gaussian mechanism without
+            amplification, for neighbours of which one has zeros in an example's place. None: independent noise.
     """
 
     module: Required[nn.Module]
@@ -151,6 +155,7 @@ class PrivateSettings(TypedDict, total=False):
     group: Annotated[int | None, None]
     max_batch_size: Annotated[int | None, None]
     sampling: Annotated[str | None, None]
+    mechanism: Annotated[CorrelatedNoise | None, None]
     factors: Factors
     target_unclipped_quantile: float
     clipbound_learning_rate: float
@@ -250,6 +255,7 @@ class Setup:
             )
         self._check_numbers()
         self._check_clipping()
+        check_correlated(settings, self.ranks, self.secure)
         sampling_of(settings)
         check_parameters(self.module, self.optimizer)
         if settings["criterion"] is not None:
@@ -342,7 +348,7 @@ class Setup:
             # Of batches that are not followed nobody knows whether all ranks have parts of the same.
             shares="dealt" if self.settings["check_batches"] else "owned",
             max_batch_size=longest_batch(self.settings),
-            sampling=self.settings["sampling"],
+            sampling=CYCLE if self.settings["mechanism"] is not None else self.settings["sampling"],
         )
         if ranks is not None:
             how = poisson.kind, poisson.source, poisson.is_dealt, poisson.sampler_state.max_batch_size
@@ -474,6 +480,10 @@ class Setup:
         if poisson is not None and isinstance(sampler := poisson.sampler_state, EpochSampler):
             run.setting |= {"sampling": sampler.kind, "sample_rate": sampler.source}
             spending.check_takes(sampler.kind)
+            if (mechanism := settings["mechanism"]) is not None:
+                run.setting["mechanism"] = repr(mechanism)
+                run.correlation = Correlation(mechanism, sampler.steps)
+                private.attach_step_guard(run.correlation.check)
 
         def rate() -> float:
             """The rate in force: a schedule may have changed the loader's."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dpcore.correlated import Correlation
 from dpcore.noise import GaussianNoise
 
 
@@ -34,11 +35,15 @@ class Release:
     noise: GaussianNoise
     std: float
     step: int
+    weights: tuple[float, ...] = (1.0,)
+    """Of the step's own noise, and of that of the steps before (:mod:`dpcore.correlated`)."""
 
     @classmethod
-    def by(cls, user: Any, std: float) -> Release:
+    def by(cls, user: Any, std: float, correlation: Correlation | None = None) -> Release:
         """Return the next release of ``user``, an engine or an optimizer; PrivacyError where its noise is another's."""
         user.noise.serve(user)
+        if correlation is not None:
+            return cls(user.noise, std, *correlation.release(user.noise))
         return cls(user.noise, std, user.steps)
 
     def begin(self, sums: Sums) -> None:
@@ -63,16 +68,21 @@ class Release:
 
     def add_share(self, sums: Sums, rank: int, size: int) -> None:
         """Add the noise of the numbers of ``sums`` that are number ``rank`` of ``size`` shares of them."""
-        count, passed = len(sums.flat), 0
+        count = len(sums.flat)
         first, last = rank * count // size, (rank + 1) * count // size
+        for back, weight in enumerate(self.weights):
+            self._add_share(sums, first, last, weight * self.std, self.step - back)
+
+    def _add_share(self, sums: Sums, first: int, last: int, std: float, step: int) -> None:
+        passed = 0
         for start, part in sums.by_address():
             at, end = (min(max(place - passed, 0), part.numel()) for place in (first, last))
             passed += part.numel()
             if at == end:
                 continue
             if part.dim() == 1:
-                self.noise.add_(part[at:end], self.std, self.step, start + at)
+                self.noise.add_(part[at:end], std, step, start + at)
             else:
                 noise = torch.zeros(part.numel(), dtype=part.dtype, device=part.device)
-                self.noise.fill_(noise[at:end], self.std, self.step, start + at)
+                self.noise.fill_(noise[at:end], std, step, start + at)
                 part.add_(noise.view(part.shape))

@@ -165,6 +165,9 @@ class Spending:
         failure = min(1.0, 2.0 * loader.sampler_state.overflow) if isinstance(loader, DPDataLoader) else 0.0
         if isinstance(loader, DPDataLoader) and isinstance(sampler := loader.sampler_state, EpochSampler):
             is_waiting = loader.handed_out > optimizer.run.batches_seen
+            if (correlation := optimizer.run.correlation) is not None:
+                cost = correlation.cost(sampler.drawn - is_waiting)
+                return self._epsilon_beyond(*_of_round(optimizer.noise_multiplier, cost), failure) is None
             begins = not is_waiting and not sampler.drawn % sampler.steps
             name = sampler.epoch_of(sampler.drawn - 1)
             own = self._uncounted(sampler.begun if name is None else [name], optimizer.noise_multiplier)
@@ -202,6 +205,8 @@ class Spending:
         if begun is None:
             self.accountant.get_optimizer_hook_fn(rate)(optimizer)
         else:
+            if optimizer.run.correlation is not None:
+                optimizer.run.correlation.count()
             for entry in entries:
                 count(self.accountant, *entry)
             self._epochs.update(dict.fromkeys(begun, entries[0][0]))
@@ -222,6 +227,8 @@ class Spending:
         sampler = loader.sampler_state if isinstance(loader, DPDataLoader) else None
         if not isinstance(sampler, EpochSampler):
             return [(noise, rate, k)], None
+        if (correlation := optimizer.run.correlation) is not None:
+            return [_of_round(optimizer.noise_multiplier, correlation.cost(correlation.step))], []
         ledger = optimizer.run.ledger
         used = () if ledger is None else ledger.used
         again = any(batch.is_again for batch in used) or (not used and sampler.source in self.unused.came_again)
@@ -340,6 +347,11 @@ class Spending:
         self._runs, self._taken_over = copy.deepcopy(dict(saved)) | others, set()
         for optimizer in self.optimizers():
             self.ancestors[optimizer.run.rename()] = set(saved)
+
+
+def _of_round(noise: float, cost: float) -> tuple[float, Rate, int]:
+    """Return the step of all examples that costs as much as a round of correlated noise; no cost is no release."""
+    return (noise / cost**0.5, 1.0, 1) if cost else (noise, 0.0, 1)
 
 
 def steps_of(history: Sequence[Sequence[Any]]) -> int:

@@ -18,9 +18,11 @@ from dpcore.arguments import did_you_mean
 from dpcore.errors import UnsupportedError, warn_caller
 from dpcore.loading.uniform_sampler import UniformWithReplacementSampler
 
-POISSON, TRUNCATED, SHUFFLE = "poisson", "truncated", "shuffle"
-EPOCHS = (BINS, SHUFFLE)
-SAMPLINGS = (POISSON, TRUNCATED, BINS, SHUFFLE)
+POISSON, TRUNCATED, SHUFFLE, CYCLE = "poisson", "truncated", "shuffle", "cycle"
+CUT = (SHUFFLE, CYCLE)
+"""Whose batches have one length."""
+EPOCHS = (BINS, *CUT)
+SAMPLINGS = (POISSON, TRUNCATED, *EPOCHS)
 _REMEMBERED = 4096
 """Draws whose epochs are known; the ledger lets a step use one of 1024."""
 
@@ -39,10 +41,10 @@ def check_sampling(sampling: Any, max_batch_size: Any) -> str | None:
             f"sampling='poisson' cuts no batch, and max_batch_size is {max_batch_size}; take sampling='truncated', or "
             "leave one of the two out."
         )
-    if sampling == SHUFFLE and max_batch_size is not None:
+    if sampling in CUT and max_batch_size is not None:
         raise ValueError(
-            f"max_batch_size is {max_batch_size}, and no shuffled batch is longer than the others; leave it out, or "
-            "take another sampling."
+            f"max_batch_size is {max_batch_size}, and no batch of sampling={sampling!r} is longer than the others; "
+            "leave it out, or take another sampling."
         )
     return sampling
 
@@ -60,7 +62,7 @@ class EpochSampler(UniformWithReplacementSampler):
     Args:
         num_samples: How many examples there are.
         kind: "bins": every example is put into one of the batches, uniformly and independently. "shuffle": the examples
-            in random order are cut into batches.
+            in random order are cut into batches. "cycle": so once, and every epoch has the same batches in one order.
         batches: Of an epoch.
         batch_size: Of shuffled batches; the last one may be shorter.
         seed: Up to 128 bits; None draws a secret one.
@@ -96,7 +98,7 @@ class EpochSampler(UniformWithReplacementSampler):
 
     @property
     def kind(self) -> str:
-        """Return "bins" or "shuffle"."""
+        """Return "bins", "shuffle" or "cycle"."""
         return self._kind
 
     @property
@@ -158,7 +160,8 @@ class EpochSampler(UniformWithReplacementSampler):
     def _deal(self, epoch: int) -> list[np.ndarray]:
         """Return the examples of every batch of an epoch."""
         owned = np.arange(self.num_samples)
-        if self.kind == SHUFFLE:
+        epoch = 0 if self.kind == CYCLE else epoch
+        if self.kind in CUT:
             assert self.batch_size is not None
             order = np.argsort(_system_numbers(len(owned))) if self.secure else self._stream(epoch).permutation(owned)
             return [order[t * self.batch_size : (t + 1) * self.batch_size] for t in range(self.steps)]
@@ -187,7 +190,7 @@ def epoch_sampler(
     """Return the sampler for a sample rate; the length of shuffled batches is that times the number of examples.
 
     Args:
-        kind: "bins" or "shuffle".
+        kind: "bins", "shuffle" or "cycle".
         examples: How many there are.
         sample_rate: An example's chance to be in a batch.
         distributed: Whether several ranks are to draw.

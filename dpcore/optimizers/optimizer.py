@@ -204,7 +204,7 @@ class DPOptimizer(ClippingOptimizer):
             self.summed.show(copies=True)
         self.logical_batch.check_bounds()
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
-        self.reduction.finish(Release.by(self, std), self.accumulator)
+        self.reduction.finish(Release.by(self, std, self.run.correlation), self.accumulator)
         self.steps += 1
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpcore.correlated import Correlation
 from dpcore.loading.ledger import Batch, Ledger, Source, name_of
 from dpcore.noise import GaussianNoise
 
@@ -46,7 +47,8 @@ class PrivateRun:
     ``name``: under which the steps are counted; another one after a checkpoint was loaded. ``resumed``: runs whose
     noise and batches this one leaves to them, though it goes on from their state. ``next_batch``: what another run of
     the same checkpoint uses for the noise of the next step; None: there is no such run. ``batches_seen``: how many
-    batches the loader had handed out with that of the last step, which used ``batches_a_step``.
+    batches the loader had handed out with that of the last step, which used ``batches_a_step``. ``correlation``: of its
+    noise over steps; None: each step's is its own.
     """
 
     setting: dict[str, Any]
@@ -58,6 +60,7 @@ class PrivateRun:
     next_batch: NextBatch | None = None
     batches_seen: int = 0
     batches_a_step: int = 1
+    correlation: Correlation | None = None
 
     @property
     def handed_out(self) -> int:

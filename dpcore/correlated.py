@@ -1,0 +1,219 @@
+"""Noise that is correlated over steps (DP-FTRL, the matrix mechanism): what a step adds, later steps partly take back.
+
+Step t gets z_t + w_1 z_(t-1) + ... + w_(p-1) z_(t-p+1), with independent z and weights w <= 0: the noise C⁻¹z of a
+lower triangular Toeplitz matrix C⁻¹, whose first column is (1, w_1, ...). Noise has addresses here
+(:mod:`dpcore.noise`), so that z of earlier steps is drawn again, and no gradient is kept.
+
+What it costs. A run is one Gaussian mechanism for C x, x the clipped sums of all its steps, also where they depend on
+what was released before (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1). Batches are those of a fixed cycle: every
+round has the same b batches in the same order, so that an example is in batches of the numbers s, s + b, s + 2b, ...
+and no others. The entries of C are not negative, so the sum moves most where all its gradients point the same way
+(Choquette-Choo et al. 2023, arXiv:2211.06530, Corollary 2.1), and most of all for s = 0: by v_t at step t, with
+v = C (1, 0, ..., 0, 1, 0, ...), ones at the multiples of b. Round r costs as much as one Gaussian step of all examples
+whose noise is smaller by the root of S_r, the sum of v_t^2 over its steps; v_(t+b) >= v_t, so a round of which only
+some batches were released costs no more, for whichever s.
+
+Weights: Kalinin, Upadhyay and Lampert 2025 (arXiv:2505.12128) for :meth:`CorrelatedNoise.square_root`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpcore.arguments import check_number
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.loading.epoch_sampler import CYCLE
+from dpcore.loading.ledger import Batch, name_of
+from dpcore.noise import GaussianNoise
+
+
+@dataclass(frozen=True)
+class CorrelatedNoise:
+    """A mechanism for ``make_private(mechanism=...)``.
+
+    Args:
+        weights: 1, and by how much of the noise of the step before, of the one before that and so on a step's noise is
+            less: none is positive, and they add up to 0 or more.
+
+    Raises:
+        ValueError: they are no such numbers.
+    """
+
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        weights = tuple(float(weight) for weight in self.weights)
+        if not weights or weights[0] != 1.0 or not all(-1.0 <= w <= 0.0 for w in weights[1:]) or sum(weights) < 0.0:
+            raise ValueError(
+                f"The weights are {self.weights}; the first one must be 1, the others must lie in [-1, 0], and their "
+                "sum must not be below 0. CorrelatedNoise.previous(0.9) and .square_root(4) make such weights."
+            )
+        object.__setattr__(self, "weights", weights)
+
+    @classmethod
+    def previous(cls, share: float) -> CorrelatedNoise:
+        """Take back a share of the noise of the step before.
+
+        Args:
+            share: In [0, 1); 0 is independent noise.
+
+        Raises:
+            ValueError: it is not.
+        """
+        rule = "it is the share of the last step's noise that is taken back, so it must lie in [0, 1)"
+        return cls((1.0, -check_number("share", share, lambda s: 0.0 <= s < 1.0, rule)))
+
+    @classmethod
+    def square_root(cls, bands: int) -> CorrelatedNoise:
+        """Return the first ``bands`` weights of the inverse square root of the prefix sums, (1 - x)^(1/2).
+
+        Args:
+            bands: Of how many steps each noise is made, at least 1.
+
+        Raises:
+            ValueError: it is no such number.
+        """
+        rule = "it must be a whole number, at least 1"
+        count = int(check_number("bands", bands, lambda p: p >= 1 and p % 1 == 0, rule))
+        weights = [1.0]
+        for k in range(1, count):
+            weights.append(weights[-1] * (k - 1.5) / k)
+        return cls(tuple(weights))
+
+    def responses(self, cycle: int, steps: int) -> list[float]:
+        """Return v, how far the sums of the steps move in C x for an example of the batches 0, b, 2b and so on.
+
+        Args:
+            cycle: b, the batches of a round.
+            steps: How many steps.
+        """
+        moved: list[float] = []
+        for t in range(steps):
+            back = sum(-w * moved[t - j] for j, w in enumerate(self.weights[1 : t + 1], 1))
+            moved.append((t % cycle == 0) + back)
+        return moved
+
+    def costs(self, cycle: int, rounds: int) -> list[float]:
+        """Return S_r of each round: the square of its noise over that of the one Gaussian step which costs as much.
+
+        Args:
+            cycle: The batches of a round.
+            rounds: How many rounds.
+        """
+        moved = self.responses(cycle, cycle * rounds)
+        # Upwards, as far as the sums of many numbers may be rounded.
+        return [math.fsum(v * v for v in moved[r * cycle : (r + 1) * cycle]) * (1 + 1e-12) for r in range(rounds)]
+
+
+@dataclass
+class Correlation:
+    """The correlated noise of one run: which number its steps have, and what its rounds cost.
+
+    A step has the number of its batch among all that were drawn, so that a batch of which nothing was released leaves a
+    gap and moves no other one.
+    """
+
+    mechanism: CorrelatedNoise
+    cycle: int
+    last: int = -1
+    """The number of the last release."""
+    step: int = -1
+    """That of the step at hand."""
+    counted: int = -1
+    """The last round that was counted."""
+    _stream: bytes | None = None
+    _costs: list[float] = field(default_factory=list)
+
+    def check(self, optimizer: Any) -> None:
+        """Look at the step at hand before anything of it is released, and number it.
+
+        Raises:
+            PrivacyError: it is not certain that its batch is the next one of the cycle, or noise or bound were changed.
+        """
+        run, used = optimizer.run, optimizer.run.ledger.used
+        if not self._is_next(used, run.loader):
+            raise PrivacyError(
+                "Correlated noise needs one batch of the private loader for every step, in their order, and the batch "
+                "of this step is another one, or it is not known which: nothing was released. Loop over the loader "
+                "itself, with one optimizer.step() for each batch, by one optimizer for each loader."
+            )
+        now = {name: getattr(optimizer, name) for name in ("noise_multiplier", "max_grad_norm")}
+        if changed := [name for name, value in now.items() if value != run.setting[name]]:
+            raise PrivacyError(
+                f"{changed[0]} is {now[changed[0]]} and was {run.setting[changed[0]]} at first: what correlated noise "
+                "costs is known where noise and bound stay as they are. Take away the schedule, or mechanism=."
+            )
+        self.step = used[0].draw
+
+    def _is_next(self, used: Sequence[Batch], loader: Any) -> bool:
+        if len(used) != 1 or used[0].draw is None:
+            return False
+        return used[0].loader == name_of(loader) and used[0].draw > self.last
+
+    def release(self, noise: GaussianNoise) -> tuple[int, tuple[float, ...]]:
+        """Return the number of the step at hand, and the weights of its own and of earlier noise.
+
+        Raises:
+            PrivacyError: earlier noise was of another stream, or cannot be drawn again.
+        """
+        stream = noise.name(0) if noise.has_addresses else None
+        if stream is None or (self.last >= 0 and stream != self._stream):
+            raise PrivacyError(
+                "Correlated noise takes back what earlier steps have added, and the noise of this optimizer is not "
+                "theirs any more: it was copied, given another source of noise, or resumed without its checkpoint. "
+                "Nothing was released. Go on by engine.load_checkpoint, or make the model private anew."
+            )
+        self._stream, self.last = stream, self.step
+        return self.step, self.mechanism.weights[: self.step + 1]
+
+    def cost(self, step: int) -> float:
+        """Return what the step adds: what its whole round costs, where it is the first one of it that is counted."""
+        round_ = step // self.cycle
+        if round_ <= self.counted:
+            return 0.0
+        if round_ >= len(self._costs):
+            self._costs = self.mechanism.costs(self.cycle, 2 * round_ + 1)
+        return self._costs[round_]
+
+    def count(self) -> None:
+        """Note that the step at hand was counted, and with it its round."""
+        self.counted = max(self.counted, self.step // self.cycle)
+
+    def go_on(self, last: int, noise: GaussianNoise) -> None:
+        """Go on behind the release ``last`` of a run whose noise is ``noise``."""
+        self.last, self.counted, self._stream = last, last // self.cycle, noise.name(0)
+
+
+def check_correlated(settings: Mapping[str, Any], ranks: Any, secure: bool) -> None:
+    """Refuse what correlated noise does not go with, before anything is done.
+
+    Raises:
+        TypeError: the mechanism is none.
+        UnsupportedError: it does not go with another setting.
+    """
+    mechanism = settings["mechanism"]
+    if mechanism is None:
+        return
+    if not isinstance(mechanism, CorrelatedNoise):
+        raise TypeError(
+            f"mechanism is {mechanism!r}; it must be a dpcore.CorrelatedNoise, CorrelatedNoise.previous(0.9) for "
+            "instance, or None for independent noise."
+        )
+    against = {
+        "several processes": ranks is not None,
+        "secure_mode, whose noise cannot be drawn again": secure,
+        f"clipping={settings['clipping']!r}": settings["clipping"] not in ("flat", "automatic"),
+        f"grad_sample_mode={settings['grad_sample_mode']!r}": settings["grad_sample_mode"] in ("ghost", "no_op"),
+        "check_batches=False": not settings["check_batches"],
+        "poisson_sampling=False": not settings["poisson_sampling"],
+        f"sampling={settings['sampling']!r}": settings["sampling"] not in (None, CYCLE),
+        "max_batch_size": settings["max_batch_size"] is not None,
+    }
+    if found := [what for what, is_there in against.items() if is_there]:
+        raise UnsupportedError(
+            f"Correlated noise does not go with {found[0]}: its epsilon is that of one process which uses every batch "
+            "of a fixed cycle in its order. Leave one of the two out."
+        )

@@ -1,0 +1,292 @@
+"""Noise that is correlated over steps: what is drawn, what it costs, and what must not happen to it."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpcore
+from dpcore import BudgetError, CorrelatedNoise, GaussianNoise, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore.accountants import PRVAccountant, RDPAccountant
+
+MECHANISMS = {
+    "previous": CorrelatedNoise.previous(0.9),
+    "square root": CorrelatedNoise.square_root(4),
+    "independent": CorrelatedNoise.previous(0.0),
+}
+
+
+def private(mechanism, engine=None, examples=20, batch=5, sigma=1.0, **options):
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(examples, 6), torch.randint(3, (examples,)))
+    model = nn.Linear(6, 3)
+    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data_loader": DataLoader(data, batch)}
+    engine = PrivacyEngine(seed=7) if engine is None else engine
+    given |= {"module": model, "max_grad_norm": 1.0, "noise_multiplier": sigma, "mechanism": mechanism}
+    return engine, *engine.make_private(**given, **options)
+
+
+def steps(model, optimizer, loader):
+    """One round; yields what each step has released."""
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        yield [p.detach().clone() for p in model.parameters()]
+
+
+def matrix(mechanism, n):
+    """C of n steps."""
+    inverse = sum(w * np.eye(n, k=-j) for j, w in enumerate(mechanism.weights[:n]))
+    return np.linalg.inv(inverse)
+
+
+def moved_most(mechanism, cycle, rounds, released):
+    """The squared norm of what an example moves of the released rows of C x, the largest of all first batches."""
+    c = matrix(mechanism, cycle * rounds)[released]
+    return max(float((c[:, first::cycle].sum(1) ** 2).sum()) for first in range(cycle))
+
+
+mechanisms = st.one_of(
+    st.floats(0.0, 0.99).map(CorrelatedNoise.previous), st.integers(1, 9).map(CorrelatedNoise.square_root)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mechanisms, st.integers(1, 8), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_rounds_cost_what_the_matrix_says_and_parts_of_rounds_no_more(mechanism, cycle, rounds, random):
+    costs = mechanism.costs(cycle, rounds)
+    whole = moved_most(mechanism, cycle, rounds, [*range(cycle * rounds)])
+    assert sum(costs) == pytest.approx(whole, rel=1e-9) and sum(costs) >= whole * (1 - 1e-12)
+    kept = sorted(random.sample(range(cycle * rounds), random.randint(1, cycle * rounds)))
+    charged = sum(costs[r] for r in {t // cycle for t in kept})
+    assert charged >= moved_most(mechanism, cycle, rounds, kept) * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(mechanisms, st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_no_gradients_of_an_example_move_more(mechanism, cycle, rounds, seed):
+    rng = np.random.default_rng(seed)
+    c = matrix(mechanism, cycle * rounds)
+    gradients = rng.standard_normal((rounds, 3))
+    gradients /= np.maximum(1.0, np.linalg.norm(gradients, axis=1, keepdims=True))
+    moved = c[:, rng.integers(cycle) :: cycle] @ gradients
+    assert (moved**2).sum() <= sum(mechanism.costs(cycle, rounds)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_epsilon_is_that_of_one_gaussian_mechanism(name):
+    mechanism, sigma = MECHANISMS[name], 3.0
+    engine, model, optimizer, loader = private(mechanism, sigma=sigma)
+    for rounds in range(1, 4):
+        list(steps(model, optimizer, loader))
+        judge = PRVAccountant()
+        judge.step(
+            noise_multiplier=sigma / math.sqrt(moved_most(mechanism, 4, rounds, [*range(4 * rounds)])), sample_rate=1.0
+        )
+        truth = judge.get_epsilon(1e-3)
+        assert truth <= engine.get_epsilon(1e-3) <= truth * (1 + 1e-6)
+    assert len(engine.accountant) == 12
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_step_gets_its_noise_and_the_weighted_noise_of_steps_before(name):
+    mechanism = MECHANISMS[name]
+    _, noisy, optimizer, loader = private(mechanism)
+    stream = copy.copy(optimizer.noise)
+    released = []
+    optimizer.attach_step_hook(lambda of: released.append(torch.cat([p.grad.flatten() for p in noisy.parameters()])))
+    _, exact, plain, same = private(mechanism, PrivacyEngine(seed=7), sigma=0.0)
+    exact_sums = []
+    plain.attach_step_hook(lambda of: exact_sums.append(torch.cat([p.grad.flatten() for p in exact.parameters()])))
+    for _ in range(3):
+        pairs = zip(steps(noisy, optimizer, loader), steps(exact, plain, same), strict=True)
+        for weights, _ in pairs:
+            exact.load_state_dict({k: v for k, v in zip(exact.state_dict(), weights, strict=True)})
+    stream.seed = optimizer.noise.seed
+    drawn = [stream.fill_(torch.empty(21), 1.0, t) for t in range(12)]
+    for t, (mine, theirs) in enumerate(zip(released, exact_sums, strict=True)):
+        noise = sum(w * drawn[t - j] for j, w in enumerate(mechanism.weights[: t + 1]))
+        if t == 0:  # behind it the weights differ by rounding
+            torch.testing.assert_close(mine, theirs + noise / 5, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine - theirs, noise / 5, rtol=1e-3, atol=1e-4)
+
+
+def test_every_round_has_the_same_batches():
+    _, _, _, loader = private(MECHANISMS["previous"])
+    rounds = [[x for x, _ in loader] for _ in range(3)]
+    assert len(rounds[0]) == 4
+    for other in rounds[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(rounds[0], other, strict=True))
+    assert len({tuple(x.flatten().tolist()) for x in rounds[0]}) == 4
+
+
+def test_a_round_that_is_broken_off_leaves_a_gap_and_counts_whole():
+    engine, model, optimizer, loader = private(MECHANISMS["square root"])
+    list(itertools.islice(steps(model, optimizer, loader), 2))
+    assert optimizer.run.correlation.last == 1
+    list(steps(model, optimizer, loader))
+    assert optimizer.run.correlation.last == 7 and len(engine.accountant) == 6
+    whole = PRVAccountant()
+    whole.step(noise_multiplier=sum(MECHANISMS["square root"].costs(4, 2)) ** -0.5, sample_rate=1.0)
+    assert engine.get_epsilon(1e-3) == pytest.approx(whole.get_epsilon(1e-3), rel=1e-6)
+
+
+def test_a_resumed_run_takes_back_the_noise_of_before(tmp_path):
+    path = tmp_path / "c.pt"
+    engine, model, optimizer, loader = private(MECHANISMS["square root"], PrivacyEngine())
+    list(itertools.islice(steps(model, optimizer, loader), 3))
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    ways = []
+    for _ in range(2):
+        other, again, resumed, rest = private(MECHANISMS["square root"], PrivacyEngine())
+        other.load_checkpoint(path=path, module=again, optimizer=resumed)
+        ways.append([*steps(again, resumed, rest), *steps(again, resumed, rest)])
+        epsilon = other.get_epsilon(1e-3)
+    assert len(ways[0]) == 5
+    for one, two in zip(*ways, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    whole = PRVAccountant()
+    whole.step(noise_multiplier=sum(MECHANISMS["square root"].costs(4, 2)) ** -0.5, sample_rate=1.0)
+    assert epsilon == pytest.approx(whole.get_epsilon(1e-3), rel=1e-6)
+
+
+def refused(engine, model, optimizer, loader, words):
+    before = [p.detach().clone() for p in model.parameters()]
+    spent = len(engine.accountant)
+    with pytest.raises(PrivacyError, match=words):
+        list(steps(model, optimizer, loader))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(engine.accountant) == spent
+
+
+@pytest.mark.parametrize("what", ["noise", "sigma", "bound", "sampler", "copied seed"])
+def test_what_would_break_the_correlation_is_refused(what):
+    engine, model, optimizer, loader = private(MECHANISMS["previous"])
+    sampler = loader.sampler_state.state_dict()
+    list(itertools.islice(steps(model, optimizer, loader), 2))
+    if what == "noise":
+        optimizer.noise = GaussianNoise(seed=5)
+        refused(engine, model, optimizer, loader, "not theirs any more")
+    elif what == "copied seed":
+        optimizer.noise.branch("other", known=True)
+        refused(engine, model, optimizer, loader, "not theirs any more")
+    elif what == "sigma":
+        optimizer.noise_multiplier = 2.0
+        refused(engine, model, optimizer, loader, "noise_multiplier is 2.0 and was 1.0")
+    elif what == "bound":
+        optimizer.max_grad_norm = 2.0
+        refused(engine, model, optimizer, loader, "max_grad_norm is 2.0 and was 1.0")
+    else:
+        loader.sampler_state.load_state_dict(sampler)
+        refused(engine, model, optimizer, loader, "the next one|another one")
+
+
+def test_accumulated_batches_and_kept_ones_are_refused():
+    engine, model, optimizer, loader = private(MECHANISMS["previous"])
+    kept = list(loader)
+    refused(engine, model, optimizer, kept[:1], "in their order")
+    engine, model, optimizer, loader = private(MECHANISMS["previous"])
+    with pytest.raises(PrivacyError, match="one batch of the private loader"):
+        for n, (x, y) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            if n % 2:
+                optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipping": "adaptive", "target_unclipped_quantile": 0.5},
+        {"check_batches": False},
+        {"poisson_sampling": False},
+        {"sampling": "poisson"},
+        {"max_batch_size": 9},
+        {"grad_sample_mode": "no_op"},
+    ],
+    ids=str,
+)
+def test_what_correlated_noise_does_not_go_with(options):
+    with pytest.raises(UnsupportedError, match="Correlated noise does not go with"):
+        private(MECHANISMS["previous"], **options)
+
+
+def test_secure_noise_other_mechanisms_and_cycles_without_one_are_refused():
+    with pytest.raises(UnsupportedError, match="secure_mode"):
+        private(MECHANISMS["previous"], PrivacyEngine(secure_mode=True))
+    with pytest.raises(TypeError, match="CorrelatedNoise"):
+        private("bisr")
+    with pytest.raises(ValueError, match="for correlated noise"):
+        private(None, sampling="cycle")
+    for weights in [(), (0.5,), (1.0, 0.5), (1.0, -0.7, -0.7), (1.0, math.nan)]:
+        with pytest.raises(ValueError, match="weights are"):
+            CorrelatedNoise(weights)
+    with pytest.raises(ValueError, match=r"share is 1\.0"):
+        CorrelatedNoise.previous(1.0)
+    with pytest.raises(ValueError, match="bands is 0"):
+        CorrelatedNoise.square_root(0)
+
+
+def test_the_noise_for_a_budget_spends_it_and_no_more():
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(20, 6), torch.randint(3, (20,)))
+    model = nn.Linear(6, 3)
+    engine = PrivacyEngine(seed=1)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, 5),
+        target_epsilon=2.0,
+        target_delta=1e-3,
+        epochs=3,
+        max_grad_norm=1.0,
+        mechanism=MECHANISMS["square root"],
+    )
+    for _ in range(3):
+        assert engine.within_budget(optimizer)
+        list(steps(model, optimizer, loader))
+    assert 1.999 < engine.get_epsilon(1e-3) <= 2.0
+    assert not engine.within_budget(optimizer)
+    with pytest.raises(BudgetError):
+        list(steps(model, optimizer, loader))
+
+
+def test_pieces_release_what_whole_batches_do():
+    ways = []
+    for most in (None, 2):
+        _, model, optimizer, loader = private(MECHANISMS["previous"], max_physical_batch_size=most)
+        *_, last = steps(model, optimizer, loader)
+        ways.append(last)
+    for one, two in zip(*ways, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_the_weights_of_the_square_root_are_those_of_the_series():
+    weights = np.array(CorrelatedNoise.square_root(6).weights)
+    assert np.convolve(weights, weights)[:6] == pytest.approx([1, -1, 0, 0, 0, 0], abs=1e-15)
+
+
+def test_steps_of_different_noise_on_all_examples_are_one_gaussian_mechanism():
+    for kind in (PRVAccountant, RDPAccountant):
+        several, one = kind(), kind()
+        for noise in (2.0, 3.0, 5.0):
+            several.step(noise_multiplier=noise, sample_rate=1.0)
+        one.step(noise_multiplier=(1 / 4 + 1 / 9 + 1 / 25) ** -0.5, sample_rate=1.0)
+        assert one.get_epsilon(1e-5) <= several.get_epsilon(1e-5) <= one.get_epsilon(1e-5) * (1 + 1e-6)
+
+
+def test_the_report_says_that_noise_is_correlated():
+    engine, model, optimizer, loader = private(MECHANISMS["previous"], PrivacyEngine(), sigma=8.0)
+    list(steps(model, optimizer, loader))
+    text = dpcore.report(engine).markdown()
+    assert (
+        "correlated over steps" in text and "the same batches in every epoch" in text and "zeros in the place" in text
+    )
