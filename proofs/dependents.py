@@ -51,7 +51,7 @@ def engines():
 
 def tell(began, accountant):
     steps = sum(step[2] for step in accountant.history)
-    print(json.dumps({"seconds": time.time() - began, "epsilon": accountant.get_epsilon(delta=1e-3), "steps": steps}))
+    print(json.dumps({"seconds": time.process_time() - began, "epsilon": accountant.get_epsilon(delta=1e-3), "steps": steps}))
 '''
 
 USES = {
@@ -74,7 +74,7 @@ USES = {
             remove_unused_columns=False)
         privacy = PrivacyArguments(noise_multiplier=1.0, per_sample_max_grad_norm=1.0, target_delta=1e-3)
         trainer = DPTrainer(model=model, args=options, train_dataset=Texts(), privacy_args=privacy)
-        began = time.time()
+        began = time.process_time()
         trainer.train()
         tell(began, trainer.dp_callback.accountant)
         """,
@@ -84,7 +84,7 @@ USES = {
         model, optimizer, loader = engine.make_private(
             module=net, optimizer=sgd, data_loader=DataLoader(data, batch_size=32),
             noise_multiplier=1.0, max_grad_norm=1.0, mode="DP-SGD-AMPLIFIED")
-        began = time.time()
+        began = time.process_time()
         train(model, optimizer, loader)
         tell(began, engine.accountant)
         """,
@@ -97,7 +97,7 @@ USES = {
         frame = pandas.DataFrame(x.numpy()).assign(target=y.numpy())
         made = engines()
         one = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-        began = time.time()
+        began = time.process_time()
         privacy.differentially_private_train(
             one, frame, noise_multiplier=1.0, framework="pytorch", epochs=4, batch_size=32, verbose=False,
             target_column="target", criterion=nn.BCEWithLogitsLoss())
@@ -120,7 +120,7 @@ USES = {
         model, optimizer, loader = engine.make_private(
             model=model, optimizer=sgd, data_loader=DataLoader(Texts(), batch_size=8), noise_multiplier=1.0,
             max_grad_norm=1.0)
-        began, steps = time.time(), 0
+        began, steps = time.process_time(), 0
         for batch in loader:
             if not len(batch["input_ids"]):
                 continue
@@ -129,7 +129,7 @@ USES = {
             optimizer.step(engine.grad_sample_module.get_per_sample_grads())
             engine.grad_sample_module.clear_per_sample_grads()
             steps += 1
-        print(json.dumps({"seconds": time.time() - began, "epsilon": engine.get_epsilon(), "steps": steps}))
+        print(json.dumps({"seconds": time.process_time() - began, "epsilon": engine.get_epsilon(), "steps": steps}))
         """,
     "opacus-dpcr 1.0.0: a step of its own around the optimizer, with noise of its own": """
         from opacus_dpcr import DPCREngine
@@ -137,7 +137,7 @@ USES = {
         model, optimizer, loader = engine.make_private(
             module=net, optimizer=sgd, data_loader=DataLoader(data, batch_size=32),
             noise_multiplier=1.0, max_grad_norm=1.0)
-        began = time.time()
+        began = time.process_time()
         train(model, optimizer, loader)
         tell(began, engine.accountant)
         """,
@@ -164,7 +164,7 @@ USES = {
 
         clients = [Client(torch.utils.data.Subset(data, range(k, 256, 2))) for k in range(2)]
         weights = [value.numpy() for value in clients[0].net.state_dict().values()]
-        began = time.time()
+        began = time.process_time()
         for _ in range(3):
             sent = ndarrays_to_parameters(weights)
             back = [client.fit(parameters_to_ndarrays(sent), {})[0] for client in clients]
@@ -184,7 +184,7 @@ USES = {
         trainer = VanillaTrainer(
             model=net, loss_fn=nn.CrossEntropyLoss(), metric=lambda wanted, found: 0.0, train_dataset=data,
             logger=Silent(), train_configs=OmegaConf.create(settings))
-        began = time.time()
+        began = time.process_time()
         trainer.train()
         tell(began, trainer.privacy_engine.accountant)
         """,
@@ -201,7 +201,7 @@ USES = {
             model=model, optim=Optimizer(lrate=0.1), aggrg=AveragingAggregator(), verbose=False,
             train_data=InMemoryDataset(x.numpy(), y.numpy()))
         plan = {"batches": {"batch_size": 32, "drop_remainder": False, "poisson": True}, "n_epoch": 1, "n_steps": None}
-        began = time.time()
+        began = time.process_time()
         manager.make_private(PrivacyRequest(
             budget=(5.0, 1e-3), sclip_norm=1.0, accountant="rdp", use_csprng=False, seed=None, rounds=3, **plan))
         for k in range(3):
@@ -215,7 +215,7 @@ USES = {
         controller = DPController({"type": "local", "sigma": 1.0, "clip": 1.0})
         held = NativeTorchOptimizer(TorchModel(controller.validate_and_fix_model(net)), sgd)
         held, loader = controller.before_training(held, DataLoader(data, batch_size=32))
-        began = time.time()
+        began = time.process_time()
         train(held._model.model, held.optimizer, loader)
         controller.after_training(dict(held._model.model.state_dict()))
         tell(began, controller._privacy_engine.accountant)
@@ -238,7 +238,7 @@ USES = {
         algorithm = DPFedAVG(2, splitter, DDict({"client": client, "server": {"weighted": True}, "model": net}))
         FlukeENV().set_device("cpu")
         FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
-        began = time.time()
+        began = time.process_time()
         algorithm.run(3, 1.0, finalize=False)
         tell(began, made[0].accountant)
         """,
@@ -253,7 +253,7 @@ USES = {
         split(tgt_data=frame, workspace_dir=place)
         analyze(workspace_dir=place, differential_privacy=privacy)
         encode(workspace_dir=place)
-        began = time.time()
+        began = time.process_time()
         fit(workspace_dir=place, model="MOSTLY_AI/Small", max_epochs=8, differential_privacy=privacy, device="cpu",
             batch_size=32)
         tell(began, made[0].accountant)
@@ -268,7 +268,7 @@ USES = {
         frame[["c6", "c7"]] = nn.functional.one_hot(y, 2).numpy()
         sizes = {f"{part}_{kind}_dim": 32 for part in ("encoder", "decoder") for kind in ("latent", "hidden")}
         model = DPVAE(frame, shape, target_epsilon=5.0, target_delta=1e-3, **sizes)
-        began = time.time()
+        began = time.process_time()
         model.train(4, displayed_metrics=[])
         tell(began, model.privacy_engine.accountant)
         """,
