@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "dependents.md"
 BEGIN, END = "<!-- table of proofs/dependents.py -->", "<!-- end -->"
 TIMEOUT = 300
 
-COMMON = """
+COMMON = '''
 import json, time, warnings
 import torch
 from torch import nn
@@ -39,10 +39,20 @@ def train(model, optimizer, loader, rounds=4):
             nn.functional.cross_entropy(model(a), b).backward()
             optimizer.step()
 
+def engines():
+    """Return a list to which every engine is added that a program makes."""
+    import opacus
+    made, init = [], opacus.PrivacyEngine.__init__
+    def noted(self, *args, **options):
+        init(self, *args, **options)
+        made.append(self)
+    opacus.PrivacyEngine.__init__ = noted
+    return made
+
 def tell(began, accountant):
     steps = sum(step[2] for step in accountant.history)
-    print(json.dumps({"seconds": time.time() - began, "epsilon": accountant.get_epsilon(delta=1e-3), "steps": steps}))
-"""
+    print(json.dumps({"seconds": time.process_time() - began, "epsilon": accountant.get_epsilon(delta=1e-3), "steps": steps}))
+'''
 
 USES = {
     "dptrainer 0.1.2: transformers' Trainer, pieces of a batch": """
@@ -64,7 +74,7 @@ USES = {
             remove_unused_columns=False)
         privacy = PrivacyArguments(noise_multiplier=1.0, per_sample_max_grad_norm=1.0, target_delta=1e-3)
         trainer = DPTrainer(model=model, args=options, train_dataset=Texts(), privacy_args=privacy)
-        began = time.time()
+        began = time.process_time()
         trainer.train()
         tell(began, trainer.dp_callback.accountant)
         """,
@@ -74,7 +84,7 @@ USES = {
         model, optimizer, loader = engine.make_private(
             module=net, optimizer=sgd, data_loader=DataLoader(data, batch_size=32),
             noise_multiplier=1.0, max_grad_norm=1.0, mode="DP-SGD-AMPLIFIED")
-        began = time.time()
+        began = time.process_time()
         train(model, optimizer, loader)
         tell(began, engine.accountant)
         """,
@@ -85,18 +95,13 @@ USES = {
         from secureml import privacy
         import pandas
         frame = pandas.DataFrame(x.numpy()).assign(target=y.numpy())
-        import opacus
-        engines, init = [], opacus.PrivacyEngine.__init__
-        def noted(self, *args, **options):
-            init(self, *args, **options)
-            engines.append(self)
-        opacus.PrivacyEngine.__init__ = noted
+        made = engines()
         one = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-        began = time.time()
+        began = time.process_time()
         privacy.differentially_private_train(
             one, frame, noise_multiplier=1.0, framework="pytorch", epochs=4, batch_size=32, verbose=False,
             target_column="target", criterion=nn.BCEWithLogitsLoss())
-        tell(began, engines[0].accountant)
+        tell(began, made[0].accountant)
         """,
     "dp-lora 0.1.0: LoRA with recording of its own, Opacus' Poisson loader": """
         from dp_lora.privacy_engine import DPLoRAEngine
@@ -115,7 +120,7 @@ USES = {
         model, optimizer, loader = engine.make_private(
             model=model, optimizer=sgd, data_loader=DataLoader(Texts(), batch_size=8), noise_multiplier=1.0,
             max_grad_norm=1.0)
-        began, steps = time.time(), 0
+        began, steps = time.process_time(), 0
         for batch in loader:
             if not len(batch["input_ids"]):
                 continue
@@ -124,7 +129,7 @@ USES = {
             optimizer.step(engine.grad_sample_module.get_per_sample_grads())
             engine.grad_sample_module.clear_per_sample_grads()
             steps += 1
-        print(json.dumps({"seconds": time.time() - began, "epsilon": engine.get_epsilon(), "steps": steps}))
+        print(json.dumps({"seconds": time.process_time() - began, "epsilon": engine.get_epsilon(), "steps": steps}))
         """,
     "opacus-dpcr 1.0.0: a step of its own around the optimizer, with noise of its own": """
         from opacus_dpcr import DPCREngine
@@ -132,7 +137,7 @@ USES = {
         model, optimizer, loader = engine.make_private(
             module=net, optimizer=sgd, data_loader=DataLoader(data, batch_size=32),
             noise_multiplier=1.0, max_grad_norm=1.0)
-        began = time.time()
+        began = time.process_time()
         train(model, optimizer, loader)
         tell(began, engine.accountant)
         """,
@@ -159,12 +164,113 @@ USES = {
 
         clients = [Client(torch.utils.data.Subset(data, range(k, 256, 2))) for k in range(2)]
         weights = [value.numpy() for value in clients[0].net.state_dict().values()]
-        began = time.time()
+        began = time.process_time()
         for _ in range(3):
             sent = ndarrays_to_parameters(weights)
             back = [client.fit(parameters_to_ndarrays(sent), {})[0] for client in clients]
             weights = [numpy.mean(values, axis=0) for values in zip(*back)]
         tell(began, clients[0].engine.accountant)
+        """,
+    "appfl 1.12.0: federated learning, its trainer of a client": """
+        from appfl.algorithm.trainer import VanillaTrainer
+        from omegaconf import OmegaConf
+        class Silent:
+            def __getattr__(self, name):
+                return lambda *args, **options: None
+        settings = {
+            "mode": "epoch", "num_local_epochs": 4, "optim": "SGD", "optim_args": {"lr": 0.1}, "train_batch_size": 32,
+            "device": "cpu", "use_dp": True, "dp_mechanism": "opacus",
+            "dp_config": {"noise_multiplier": 1.0, "max_grad_norm": 1.0}}
+        trainer = VanillaTrainer(
+            model=net, loss_fn=nn.CrossEntropyLoss(), metric=lambda wanted, found: 0.0, train_dataset=data,
+            logger=Silent(), train_configs=OmegaConf.create(settings))
+        began = time.process_time()
+        trainer.train()
+        tell(began, trainer.privacy_engine.accountant)
+        """,
+    "declearn 2.9.1: federated learning, clipping of its own, three rounds to a budget of ε 5": """
+        from declearn.aggregator import AveragingAggregator
+        from declearn.dataset import InMemoryDataset
+        from declearn.messaging import PrivacyRequest, TrainRequest
+        from declearn.model.torch import TorchModel
+        from declearn.optimizer import Optimizer
+        from declearn.training.dp import DPTrainingManager
+        model = TorchModel(net, nn.CrossEntropyLoss(reduction="none"))
+        model.initialize({"features_shape": (8,), "data_type": "float32"})
+        manager = DPTrainingManager(
+            model=model, optim=Optimizer(lrate=0.1), aggrg=AveragingAggregator(), verbose=False,
+            train_data=InMemoryDataset(x.numpy(), y.numpy()))
+        plan = {"batches": {"batch_size": 32, "drop_remainder": False, "poisson": True}, "n_epoch": 1, "n_steps": None}
+        began = time.process_time()
+        manager.make_private(PrivacyRequest(
+            budget=(5.0, 1e-3), sclip_norm=1.0, accountant="rdp", use_csprng=False, seed=None, rounds=3, **plan))
+        for k in range(3):
+            manager.training_round(TrainRequest(round_i=k, weights=model.get_weights(), aux_var={}, **plan))
+        tell(began, manager.accountant)
+        """,
+    "fedbiomed 6.4.1: federated learning, its controller of privacy": """
+        from fedbiomed.common.models import TorchModel
+        from fedbiomed.common.optimizers.generic_optimizers import NativeTorchOptimizer
+        from fedbiomed.common.privacy import DPController
+        controller = DPController({"type": "local", "sigma": 1.0, "clip": 1.0})
+        held = NativeTorchOptimizer(TorchModel(controller.validate_and_fix_model(net)), sgd)
+        held, loader = controller.before_training(held, DataLoader(data, batch_size=32))
+        began = time.process_time()
+        train(held._model.model, held.optimizer, loader)
+        controller.after_training(dict(held._model.model.state_dict()))
+        tell(began, controller._privacy_engine.accountant)
+        """,
+    "fluke-fl 0.8.1: federated learning, DPFedAVG with two clients and three rounds": """
+        import os, tempfile, types
+        os.chdir(tempfile.mkdtemp())
+        from fluke import FlukeENV
+        from fluke.algorithms.dpfedavg import DPFedAVG
+        from fluke.config import DDict
+        from fluke.data import FastDataLoader
+        made = engines()
+        parts = [FastDataLoader(x[k::2], y[k::2], num_labels=2, batch_size=16) for k in range(2)]
+        test = FastDataLoader(x, y, num_labels=2, batch_size=64)
+        splitter = types.SimpleNamespace(assign=lambda clients, batch_size: ((parts, [None, None]), test))
+        steps = {"name": torch.optim.lr_scheduler.StepLR, "gamma": 1, "step_size": 1}
+        client = {
+            "batch_size": 16, "local_epochs": 1, "loss": nn.CrossEntropyLoss, "noise_mul": 1.0, "max_grad_norm": 1.0,
+            "optimizer": {"name": torch.optim.SGD, "lr": 0.1}, "scheduler": steps}
+        algorithm = DPFedAVG(2, splitter, DDict({"client": client, "server": {"weighted": True}, "model": net}))
+        FlukeENV().set_device("cpu")
+        FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
+        began = time.process_time()
+        algorithm.run(3, 1.0, finalize=False)
+        tell(began, made[0].accountant)
+        """,
+    "mostlyai-engine 2.7.3: synthetic tables, pieces of a batch": """
+        import pandas, tempfile
+        from pathlib import Path
+        from mostlyai.engine import analyze, encode, split, train as fit
+        from mostlyai.engine.domain import DifferentialPrivacyConfig
+        made, place = engines(), Path(tempfile.mkdtemp())
+        privacy = DifferentialPrivacyConfig(max_epsilon=50.0, noise_multiplier=1.0, max_grad_norm=1.0)
+        frame = pandas.DataFrame(x[:, :3].numpy(), columns=list("abc")).assign(target=y.numpy())
+        split(tgt_data=frame, workspace_dir=place)
+        analyze(workspace_dir=place, differential_privacy=privacy)
+        encode(workspace_dir=place)
+        began = time.process_time()
+        fit(workspace_dir=place, model="MOSTLY_AI/Small", max_epochs=8, differential_privacy=privacy, device="cpu",
+            batch_size=32)
+        tell(began, made[0].accountant)
+        """,
+    "nhssynth 0.11.0: synthetic tables, a variational autoencoder to ε 5": """
+        import pandas, types
+        from nhssynth.modules.model.models.dpvae import DPVAE
+        columns = list(range(6))
+        shape = types.SimpleNamespace(
+            multi_column_indices=[[6, 7]], single_column_indices=columns, continuous_value_indices=columns)
+        frame = pandas.DataFrame(x.numpy(), columns=[f"c{i}" for i in range(8)])
+        frame[["c6", "c7"]] = nn.functional.one_hot(y, 2).numpy()
+        sizes = {f"{part}_{kind}_dim": 32 for part in ("encoder", "decoder") for kind in ("latent", "hidden")}
+        model = DPVAE(frame, shape, target_epsilon=5.0, target_delta=1e-3, **sizes)
+        began = time.process_time()
+        model.train(4, displayed_metrics=[])
+        tell(began, model.privacy_engine.accountant)
         """,
 }
 """Name, version and what is done -> the program, behind ``COMMON``."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpcore.accountants import gdp, rdp
+from dpcore.accountants import gdp, rdp, utils
 from dpcore.arguments import check_number
 
 MAX_SIGMA = 1e6
@@ -75,3 +75,18 @@ def compute_eps_uniform(*, steps: int, noise_multiplier: float, sample_rate: flo
     return eps_from_mu(
         mu=compute_mu_uniform(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate), delta=delta
     )
+
+
+def get_noise_multiplier(*, accountant: str = "rdp", **options: Any) -> float:
+    """Return the smallest noise multiplier that meets a target: by "rdp" when not told, as programs expect.
+
+    They count with the accountant of that name: less noise, found by a tighter one, would seem to overspend.
+
+    Args:
+        accountant: The accountant's name.
+        **options: As those of :func:`dpcore.accountants.utils.get_noise_multiplier`.
+
+    Returns:
+        The noise's deviation over ``max_grad_norm``.
+    """
+    return utils.get_noise_multiplier(accountant=accountant, **options)

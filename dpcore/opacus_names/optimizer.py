@@ -121,7 +121,20 @@ def _refuse_to_set(what: str, instead: str) -> Any:
 
 
 def _check_skip_next_step(optimizer: DPOptimizer, pop_next: bool = True) -> bool:
-    """Return whether the step at hand, whose piece was clipped, or with ``pop_next`` False the next one skips."""
+    """Return whether the step at hand, whose piece was clipped, or with ``pop_next`` False the next one skips.
+
+    Raises:
+        UnsupportedError: whoever asks makes the step in the optimizer's place, and would release the clipped sum.
+    """
+    own_step = pop_next and type(optimizer).pre_step is DPOptimizer.pre_step
+    if own_step and optimizer.logical_batch.pieces and not optimizer.logical_batch.unfinished:
+        optimizer.discard()
+        raise UnsupportedError(
+            f"_check_skip_next_step() was called behind clip_and_accumulate(), outside of {type(optimizer).__name__}: "
+            "a step of one's own would release the clipped sum with a noise that nobody sees. Call optimizer.step(), "
+            "and put a mechanism of your own into add_noise() of a class derived from DPOptimizer, which an override "
+            "of PrivacyEngine._prepare_optimizer() returns."
+        )
     return optimizer.logical_batch.unfinished if pop_next else optimizer.logical_batch.goes_on
 
 

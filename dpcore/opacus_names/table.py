@@ -48,7 +48,7 @@ PLACES = {
     "accountants.prv": f"IAccountant {_PRV} discretize",
     "accountants.rdp": "",
     "accountants.registry": "GaussianAccountant PRVAccountant RDPAccountant",
-    "accountants.utils": "MAX_SIGMA",
+    "accountants.utils": "MAX_SIGMA get_noise_multiplier",
     "data_loader": "CollateFnWithEmpty wrap_collate_with_empty shape_safe dtype_safe switch_generator",
     "distributed": "average_gradients",
     "grad_sample": f"{_RULES} {_FSDP} {_TP} compute_sequence_bias_grad_sample compute_embedding_norm_sample "
@@ -139,6 +139,7 @@ RENAMED = {
     "__version__": f"{_HERE}.table:VERSION",
     "compute_opacus_grad_sample": "dpcore.utils.per_sample_gradients_utils:compute_grad_sample",
     "fix": "dpcore.validators:ModuleValidator.fix",
+    "get_noise_multiplier": f"{_HERE}.analysis:get_noise_multiplier",
     "validate": "dpcore.validators:ModuleValidator.validate",
 }
 """Names that stand for something of another name."""

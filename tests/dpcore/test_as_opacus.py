@@ -151,6 +151,18 @@ def test_functions_of_the_accountants_are_opacus():
     assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(theirs, ours, strict=True))
 
 
+def test_noise_is_calibrated_by_the_accountant_that_opacus_takes():
+    options = {"target_epsilon": 3.0, "target_delta": 1e-5, "sample_rate": 0.02, "steps": 100}
+    with installed():
+        from opacus.accountants.utils import get_noise_multiplier
+
+        found = get_noise_multiplier(**options)
+        assert found == get_noise_multiplier(accountant="rdp", **options)
+    theirs = importlib.import_module("opacus.accountants.utils").get_noise_multiplier(**options)
+    assert found <= theirs and math.isclose(found, theirs, rel_tol=1e-2)
+    assert found > dpcore.accountants.utils.get_noise_multiplier(**options)
+
+
 def test_small_functions_are_opacus():
     x, module = torch.randn(3, 2, 7, 8), nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.LayerNorm(3))
     module[2].bias.requires_grad_(False)
@@ -210,6 +222,17 @@ def test_what_programs_read_of_the_optimizer():
         for name in ("step_hook", "_is_last_step_skipped", "_step_skip_queue"):
             with pytest.raises(UnsupportedError, match=f"DPOptimizer sets {name}, which is read only; call"):
                 setattr(optimizer, name, None)
+
+
+def test_a_step_of_ones_own_around_the_optimizer_is_one_sentence():
+    with installed():
+        wrapped, optimizer = _by_hand(nn.Linear(4, 2))
+        wrapped(torch.randn(3, 4)).sum().backward()
+        optimizer.clip_and_accumulate()
+        with pytest.raises(UnsupportedError, match=r"a step of one's own would release .* Call optimizer\.step\(\)"):
+            optimizer._check_skip_next_step()
+        with pytest.raises(PrivacyError):
+            optimizer.step()  # the sum is forgotten
 
 
 def test_an_optimizer_written_with_opacus_helpers_trains():
