@@ -187,6 +187,14 @@ class Correlation:
         self.last, self.counted, self._stream = last, last // self.cycle, noise.name(0)
 
 
+def correlate(optimizer: Any, mechanism: CorrelatedNoise | None, cycle: int) -> None:
+    """Let the steps of ``optimizer`` have correlated noise, over a round of so many batches."""
+    if mechanism is not None:
+        optimizer.run.setting["mechanism"] = repr(mechanism)
+        optimizer.run.correlation = Correlation(mechanism, cycle)
+        optimizer.attach_step_guard(optimizer.run.correlation.check)
+
+
 def check_correlated(settings: Mapping[str, Any], ranks: Any, secure: bool) -> None:
     """Refuse what correlated noise does not go with, before anything is done.
 

@@ -23,7 +23,8 @@ from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
 from dpcore.private_inputs import check_length, check_unprepared, rate_of, sampling_of, steps_that_fit
-from dpcore.private_setup import PrivateSettings, Setup, completed, run_seed, spelled_out
+from dpcore.private_settings import PrivateSettings, completed, spelled_out
+from dpcore.private_setup import Setup, run_seed
 from dpcore.progress import progress
 from dpcore.secret_seeds import check_seed
 from dpcore.spending import Spending
@@ -75,7 +76,7 @@ class PrivacyEngine(ExtensionPoints):
         Args:
             noise_multiplier: σ, the standard deviation of the noise over the bound ``max_grad_norm``. More noise,
                 smaller epsilon; 0 gives no privacy.
-            **options: The settings (:class:`dpcore.private_setup.PrivateSettings`), and further arguments of the
+            **options: The settings (:class:`dpcore.private_settings.PrivateSettings`), and further arguments of the
                 optimiser's class for ``clipping``.
 
         Returns:

@@ -260,10 +260,7 @@ class Spending:
             self.unused.go_on_at(position["epoch"], int(position["drawn"]))
 
     def made(self) -> list[Made]:
-        """Return how the runs were made whose steps are counted here, also of those whose optimizers are gone.
-
-        And those to come, and steps that were counted by hand, of which nothing is known.
-        """
+        """Return how the runs were made whose steps are counted here, past and to come, as far as it is known."""
         by_hand = [Made({}, None, False)] if self.runs().get(self._name) else []
         return [*({o.run.name: Made.by(o) for o in self.optimizers()} | self._made).values(), *by_hand]
 

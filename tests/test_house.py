@@ -76,10 +76,10 @@ class Size:
 # Dpcore by 299 and tests by 293 for noise that is correlated over steps.
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_217, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_238, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_169, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_788, long_classes=0, long_files=16),
+    "tests": Size(lines=56_789, long_classes=0, long_files=16),
 }
 
 
