@@ -36,7 +36,7 @@ _GLOBAL = ("torch_rng", "cuda_rng")
 class PrivateState:
     """State of the private step: the noise's stream, the number of steps, and what schedules have made of the settings.
 
-    ``sample_rate``: of a Poisson loader, else None. ``last_release``: its number, where noise is correlated.
+    ``sample_rate``: of a Poisson loader, else None. ``correlated``: of noise over steps.
     """
 
     noise: Json
@@ -45,7 +45,7 @@ class PrivateState:
     max_grad_norm: float | list[float]
     expected_batch_size: float | None
     sample_rate: float | None
-    last_release: int | None = None
+    correlated: Json | None = None
 
     @classmethod
     def from_run(cls, optimizer: DPOptimizer, data_loader: Any) -> PrivateState:
@@ -57,20 +57,20 @@ class PrivateState:
             max_grad_norm=optimizer.max_grad_norm,
             expected_batch_size=optimizer.expected_batch_size,
             sample_rate=data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None,
-            last_release=None if optimizer.run.correlation is None else optimizer.run.correlation.last,
+            correlated=None if optimizer.run.correlation is None else optimizer.run.correlation.state(),
         )
 
     def entries(self) -> dict[str, Any]:
         """Return what a file holds of it."""
-        return {name: value for name, value in asdict(self).items() if name != "last_release" or value is not None}
+        return {name: value for name, value in asdict(self).items() if name != "correlated" or value is not None}
 
     def restore(self, optimizer: DPOptimizer, data_loader: Any) -> None:
         """Continue the noise and the settings where they were saved."""
         rank = optimizer.noise.rank
         optimizer.noise.load_state_dict(self.noise)
         optimizer.steps = self.steps
-        if optimizer.run.correlation is not None and self.last_release is not None:
-            optimizer.run.correlation.go_on(self.last_release, optimizer.noise)
+        if optimizer.run.correlation is not None and self.correlated is not None:
+            optimizer.run.correlation.go_on(self.correlated, optimizer.noise)
         optimizer.run.batches_seen = getattr(data_loader, "handed_out", 0)
         optimizer.run.next_batch = UNKNOWN
         optimizer.noise_multiplier = self.noise_multiplier

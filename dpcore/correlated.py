@@ -10,8 +10,10 @@ round has the same b batches in the same order, so that an example is in batches
 and no others. The entries of C are not negative, so the sum moves most where all its gradients point the same way
 (Choquette-Choo et al. 2023, arXiv:2211.06530, Corollary 2.1), and most of all for s = 0: by v_t at step t, with
 v = C (1, 0, ..., 0, 1, 0, ...), ones at the multiples of b. Round r costs as much as one Gaussian step of all examples
-whose noise is smaller by the root of S_r, the sum of v_t^2 over its steps; v_(t+b) >= v_t, so a round of which only
-some batches were released costs no more, for whichever s.
+whose noise is smaller by the root of S_r, the sum of v_t^2 over its steps. Batches of which nothing was released cost
+no more, for whichever s: what an example would have added there is free, so let it be what makes the move d of C x zero
+there; then d_t <= v_(t-s) elsewhere by induction, for d_t = x_t - w_1 d_(t-1) - ... and no -w is negative, and
+v_(t+b) >= v_t lets a round, shifted by s, cost no more than itself.
 
 Weights: Kalinin, Upadhyay and Lampert 2025 (arXiv:2505.12128) for :meth:`CorrelatedNoise.square_root`.
 """
@@ -122,6 +124,8 @@ class Correlation:
     """The number of the last release."""
     step: int = -1
     """That of the step at hand."""
+    batches: str | None = None
+    """The name of the cycle, by all that decides its batches."""
     counted: int = -1
     """The last round that was counted."""
     _stream: bytes | None = None
@@ -137,8 +141,16 @@ class Correlation:
         if not self._is_next(used, run.loader):
             raise PrivacyError(
                 "Correlated noise needs one batch of the private loader for every step, in their order, and the batch "
-                "of this step is another one, or it is not known which: nothing was released. Loop over the loader "
-                "itself, with one optimizer.step() for each batch, by one optimizer for each loader."
+                "of this step is another one, or it is not known which, after one that was fetched and not used, say: "
+                "nothing was released. Loop over the loader itself, with one optimizer.step() for each batch, by one "
+                "optimizer for each loader; go on by engine.load_checkpoint, or make the model private anew."
+            )
+        batches = run.loader.sampler_state.name_at(0)
+        if self.batches not in (None, batches):
+            raise PrivacyError(
+                "Every round must have the same batches where noise is correlated, and the loader's are others since a "
+                "step was made: its seed, its data set's length or its batch size was changed. Nothing was released. "
+                "Go on by engine.load_checkpoint, or make the model private anew."
             )
         now = {name: getattr(optimizer, name) for name in ("noise_multiplier", "max_grad_norm")}
         if changed := [name for name, value in now.items() if value != run.setting[name]]:
@@ -146,7 +158,7 @@ class Correlation:
                 f"{changed[0]} is {now[changed[0]]} and was {run.setting[changed[0]]} at first: what correlated noise "
                 "costs is known where noise and bound stay as they are. Take away the schedule, or mechanism=."
             )
-        self.step = used[0].draw
+        self.step, self.batches = used[0].draw, batches
 
     def _is_next(self, used: Sequence[Batch], loader: Any) -> bool:
         if len(used) != 1 or used[0].draw is None:
@@ -182,9 +194,14 @@ class Correlation:
         """Note that the step at hand was counted, and with it its round."""
         self.counted = max(self.counted, self.step // self.cycle)
 
-    def go_on(self, last: int, noise: GaussianNoise) -> None:
-        """Go on behind the release ``last`` of a run whose noise is ``noise``."""
-        self.last, self.counted, self._stream = last, last // self.cycle, noise.name(0)
+    def state(self) -> dict[str, Any]:
+        """Return what a run that goes on has to know."""
+        return {"last": self.last, "batches": self.batches}
+
+    def go_on(self, state: Mapping[str, Any], noise: GaussianNoise) -> None:
+        """Go on behind the steps of a state, of a run whose noise is ``noise``."""
+        self.last, self.batches = state["last"], state["batches"]
+        self.counted, self._stream = self.last // self.cycle, noise.name(0)
 
 
 def correlate(optimizer: Any, mechanism: CorrelatedNoise | None, cycle: int) -> None:

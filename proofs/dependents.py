@@ -51,7 +51,8 @@ def engines():
 
 def tell(began, accountant):
     steps = sum(step[2] for step in accountant.history)
-    print(json.dumps({"seconds": time.process_time() - began, "epsilon": accountant.get_epsilon(delta=1e-3), "steps": steps}))
+    seconds = time.process_time() - began
+    print(json.dumps({"seconds": seconds, "epsilon": accountant.get_epsilon(delta=1e-3), "steps": steps}))
 '''
 
 USES = {

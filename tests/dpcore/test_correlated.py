@@ -159,6 +159,45 @@ def test_a_resumed_run_takes_back_the_noise_of_before(tmp_path):
     assert epsilon == pytest.approx(whole.get_epsilon(1e-3), rel=1e-6)
 
 
+def test_a_file_s_run_goes_on_with_its_own_batches_only(tmp_path):
+    path = tmp_path / "c.pt"
+    engine, model, optimizer, loader = private(MECHANISMS["previous"], PrivacyEngine())
+    list(itertools.islice(steps(model, optimizer, loader), 3))
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    other, again, resumed, rest = private(MECHANISMS["previous"], PrivacyEngine())
+    own = rest.sampler_state.seed
+    other.load_checkpoint(path=path, module=again, optimizer=resumed)
+    rest.sampler_state.seed = own
+    refused(other, again, resumed, rest, "must have the same batches")
+
+
+def test_a_batch_that_was_fetched_and_not_used_ends_the_run():
+    engine, model, optimizer, loader = private(MECHANISMS["previous"])
+    list(itertools.islice(steps(model, optimizer, loader), 2))
+    next(iter(loader))
+    refused(engine, model, optimizer, loader, "fetched and not used")
+
+
+@pytest.mark.parametrize("rows", ["views", "users"])
+def test_units_of_several_rows_stay_in_their_batch(rows):
+    torch.manual_seed(3)
+    data = TensorDataset(torch.arange(24.0).unsqueeze(1).expand(24, 6), torch.randint(3, (24,)))
+    units = dpcore.views(data, None, K=2) if rows == "views" else dpcore.users(data, [i // 2 for i in range(24)], K=2)
+    model = nn.Linear(6, 3)
+    given = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "noise_multiplier": 1.0}
+    model, optimizer, loader = PrivacyEngine(seed=7).make_private(
+        **given, data_loader=DataLoader(units, 3), max_grad_norm=1.0, mechanism=MECHANISMS["previous"]
+    )
+    members = [[{int(i) // 2 if rows == "users" else int(i) for i in x[:, 0]} for x, _ in loader] for _ in range(3)]
+    assert members[0] == members[1] == members[2] and len(set.union(*members[0])) == sum(map(len, members[0]))
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(PrivacyError, match="fetched and not used"):  # the rounds above
+            optimizer.step()
+        break
+
+
 def refused(engine, model, optimizer, loader, words):
     before = [p.detach().clone() for p in model.parameters()]
     spent = len(engine.accountant)
@@ -168,7 +207,7 @@ def refused(engine, model, optimizer, loader, words):
     assert len(engine.accountant) == spent
 
 
-@pytest.mark.parametrize("what", ["noise", "sigma", "bound", "sampler", "copied seed"])
+@pytest.mark.parametrize("what", ["noise", "sigma", "bound", "sampler", "copied seed", "other batches"])
 def test_what_would_break_the_correlation_is_refused(what):
     engine, model, optimizer, loader = private(MECHANISMS["previous"])
     sampler = loader.sampler_state.state_dict()
@@ -176,6 +215,9 @@ def test_what_would_break_the_correlation_is_refused(what):
     if what == "noise":
         optimizer.noise = GaussianNoise(seed=5)
         refused(engine, model, optimizer, loader, "not theirs any more")
+    elif what == "other batches":
+        loader.sampler_state.seed = 12345
+        refused(engine, model, optimizer, loader, "must have the same batches")
     elif what == "copied seed":
         optimizer.noise.branch("other", known=True)
         refused(engine, model, optimizer, loader, "not theirs any more")
