@@ -145,8 +145,9 @@ class Correlation:
                 "nothing was released. Loop over the loader itself, with one optimizer.step() for each batch, by one "
                 "optimizer for each loader; go on by engine.load_checkpoint, or make the model private anew."
             )
-        batches = run.loader.sampler_state.name_at(0)
-        if self.batches not in (None, batches):
+        sampler = run.loader.sampler_state
+        batches = sampler.name_at(0)
+        if self.batches not in (None, batches) or used[0].epoch != sampler.name_at(used[0].draw):
             raise PrivacyError(
                 "Every round must have the same batches where noise is correlated, and the loader's are others since a "
                 "step was made: its seed, its data set's length or its batch size was changed. Nothing was released. "
@@ -182,13 +183,14 @@ class Correlation:
         return self.step, self.mechanism.weights[: self.step + 1]
 
     def cost(self, step: int) -> float:
-        """Return what the step adds: what its whole round costs, where it is the first one of it that is counted."""
+        """Return what the step adds: what all rounds cost, up to its own, that were not counted before.
+
+        Of rounds between them something may have been released whose count was interrupted.
+        """
         round_ = step // self.cycle
-        if round_ <= self.counted:
-            return 0.0
         if round_ >= len(self._costs):
             self._costs = self.mechanism.costs(self.cycle, 2 * round_ + 1)
-        return self._costs[round_]
+        return math.fsum(self._costs[self.counted + 1 : round_ + 1])
 
     def count(self) -> None:
         """Note that the step at hand was counted, and with it its round."""

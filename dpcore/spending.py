@@ -205,10 +205,10 @@ class Spending:
         if begun is None:
             self.accountant.get_optimizer_hook_fn(rate)(optimizer)
         else:
-            if optimizer.run.correlation is not None:
-                optimizer.run.correlation.count()
             for entry in entries:
                 count(self.accountant, *entry)
+            if optimizer.run.correlation is not None:
+                optimizer.run.correlation.count()  # behind it: what was interrupted is counted by the next step
             self._epochs.update(dict.fromkeys(begun, entries[0][0]))
         self._made[optimizer.run.name] = Made.by(optimizer)
         if failure:

@@ -73,14 +73,14 @@ class Size:
 # Dpcore by 111 and tests by 87 for streams that are dealt into bins; tests by 25 for two mutants of units.
 # Dpcore by 134 and tests by 123 for a kernel of GELU, which takes a tenth of ordinary training off a ViT's step, and
 # one that clips example after example, which takes a twenty-fifth.
-# Dpcore by 320 and tests by 340 for noise that is correlated over steps; the room of names by 29 for a step of one's
+# Dpcore by 330 and tests by 370 for noise that is correlated over steps; the room of names by 29 for a step of one's
 # own, and noise by "rdp".
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_255, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_257, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_169, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_832, long_classes=0, long_files=16),
+    "tests": Size(lines=56_862, long_classes=0, long_files=16),
 }
 
 

@@ -171,6 +171,36 @@ def test_a_file_s_run_goes_on_with_its_own_batches_only(tmp_path):
     refused(other, again, resumed, rest, "must have the same batches")
 
 
+def test_a_batch_of_another_seed_is_refused_though_the_seed_was_put_back():
+    engine, model, optimizer, loader = private(MECHANISMS["previous"])
+    list(itertools.islice(steps(model, optimizer, loader), 1))
+    own = loader.sampler_state.seed
+
+    def between():
+        given = iter(loader)
+        loader.sampler_state.seed = 5
+        batch = next(given)
+        loader.sampler_state.seed = own
+        yield batch
+
+    refused(engine, model, optimizer, between(), "must have the same batches")
+
+
+def test_a_count_that_was_interrupted_is_made_up_for(monkeypatch):
+    engine, model, optimizer, loader = private(MECHANISMS["previous"])
+
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine.accountant, "step", interrupted)
+        list(steps(model, optimizer, loader))
+    list(steps(model, optimizer, loader))  # the second round
+    whole = PRVAccountant()
+    whole.step(noise_multiplier=sum(MECHANISMS["previous"].costs(4, 2)) ** -0.5, sample_rate=1.0)
+    assert whole.get_epsilon(1e-3) <= engine.get_epsilon(1e-3) <= whole.get_epsilon(1e-3) * (1 + 1e-6)
+
+
 def test_a_batch_that_was_fetched_and_not_used_ends_the_run():
     engine, model, optimizer, loader = private(MECHANISMS["previous"])
     list(itertools.islice(steps(model, optimizer, loader), 2))
