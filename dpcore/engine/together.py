@@ -24,7 +24,7 @@ class Together:
     def __init__(self, ranks: Ranks, noise: GaussianNoise, trained: list[Any]) -> None:
         self._ranks = ranks
         self._reduction = Replicated(ranks)
-        self._begun = False
+        self._begun = self._shares_differ = False
         ranks.agree({"the trained parameters": trained, "the kind of the noise": type(noise).__name__})
         if noise.has_addresses:
             ranks.join_seed(noise)
@@ -41,7 +41,7 @@ class Together:
         self._ranks.agree(
             {
                 "the number of steps": engine.steps,
-                "noise_multiplier": engine.noise_multiplier,
+                "noise_multiplier": (engine.noise_multiplier, release.std),
                 "max_grad_norm": engine.accumulator.bounds,
                 "expected_batch_size": engine.expected_batch_size,
                 "group": engine.group,
@@ -50,22 +50,27 @@ class Together:
                 "the weights": None if self._begun else fingerprint(engine.model.parameters()),
             }
         )
-        if not self._begun:
+        if not self._shares_differ:
             self._check_shares(batch)
         self._begun = True
         self._reduction.finish(release, engine.accumulator)
 
     def _check_shares(self, batch: Any) -> None:
-        """PrivacyError where two ranks have the same examples; one alone may well be equal to another one."""
+        """PrivacyError where two ranks have the same examples; one alone may well be equal to another one.
+
+        So they are looked at until all ranks have had several at once.
+        """
         tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
         mine = fingerprint(tensors) if length_of(batch[0]) > 1 else None
-        found = [other for other in self._ranks.gather(mine) if other is not None]
+        everyone = self._ranks.gather(mine)
+        found = [other for other in everyone if other is not None]
         if len({*found}) < len(found):
             raise PrivacyError(
                 "Two ranks have the same batch, so that an example would move the sum by twice max_grad_norm. Give "
                 "each rank its share of one draw: DPDataLoader(data, sample_rate=q, seed=s, distributed=True, "
                 'shares="dealt"), with one seed s on all of them (model.ranks.share_seed(None)).'
             )
+        self._shares_differ = len(found) == len(everyone)
 
 
 def together(model: nn.Module, noise: GaussianNoise, trained: list[Any]) -> Together | None:
