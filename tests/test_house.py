@@ -77,10 +77,10 @@ class Size:
 # own, and noise by "rdp".
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_262, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_280, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_169, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_862, long_classes=0, long_files=16),
+    "tests": Size(lines=56_884, long_classes=0, long_files=16),
 }
 
 

@@ -47,7 +47,7 @@ def bins_of_stream(
         Lists of items; ``bins`` of them.
 
     Raises:
-        PrivacyError: two items of a batch have one id.
+        PrivacyError: two items of a batch have one id, or the ids are others when the stream is read again.
         TypeError: the stream can be read once only, or an id is of another type.
         ValueError: a number is out of its range.
         UnsupportedError: the accountant does not know of bins.
@@ -61,6 +61,10 @@ def bins_of_stream(
             f"stream is of type {type(stream).__name__}, which can be read once; pass what begins anew with every "
             "for loop, as an IterableDataset does."
         )
+    if not isinstance(accountant, IAccountant):
+        raise TypeError(
+            f"accountant is of type {type(accountant).__name__}; pass an accountant, engine.accountant say."
+        )
     return _batches(stream, unit_id, bins, at_once, accountant, noise_multiplier)
 
 
@@ -73,13 +77,15 @@ def _batches(
     noise_multiplier: float,
 ) -> Iterator[list[Unit]]:
     accountant.count_epochs(noise_multiplier=noise_multiplier, bins=bins)
-    key = secrets.token_bytes(32)
+    key, everyone = secrets.token_bytes(32), None
     for first in range(0, bins, at_once):
         kept: list[dict[bytes, Unit]] = [{} for _ in range(min(at_once, bins - first))]
+        ids = 0
         for unit in stream:
             name = _name(unit_id(unit))
             # 128 bits modulo the number of bins: no bin is likelier than another by more than 2**-128.
-            place = int.from_bytes(hashlib.blake2b(name, key=key, digest_size=16).digest()) % bins - first
+            number = int.from_bytes(hashlib.blake2b(name, key=key, digest_size=16).digest())
+            ids, place = ids + number, number % bins - first
             if 0 <= place < len(kept):
                 if name in kept[place]:
                     raise PrivacyError(
@@ -88,6 +94,13 @@ def _batches(
                         "all of its rows."
                     )
                 kept[place][name] = unit
+        everyone = ids if everyone is None else everyone
+        if ids != everyone:
+            raise PrivacyError(
+                "The ids of the stream's items were others when it was read again: a unit may be in several batches, "
+                "or in none. Give a stream that begins anew with the same items each time, in whatever order, and ids "
+                "that stay."
+            )
         for batch in kept:
             yield [*batch.values()]
 

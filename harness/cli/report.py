@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Places = Annotated[
     list[Path] | None,
     typer.Argument(
-        help="Folders or files with records, reported together; or `current`, or the name of a committed run.",
+        help="Folders or files with records, reported together; or `cited`, or the name of a committed run.",
         show_default=str(LOCAL_RESULTS),
     ),
 ]

@@ -91,7 +91,7 @@ def chosen(
     return list(records)
 
 
-REMEDY = "make some with `dpbench run e2e`, or name a committed run, such as `current`."
+REMEDY = "make some with `dpbench run e2e`, or name a committed run, such as `cited`."
 
 
 def _of(place: Path, left_out: Tell | None) -> list[Record]:

@@ -1,12 +1,14 @@
 """Bins of a stream: each unit in one batch, uniformly and independently, and each epoch counted."""
 
+import itertools
+
 import numpy as np
 import pytest
 from scipy import stats
 from torch.utils.data import DataLoader, IterableDataset
 
 import dpcore
-from dpcore import DPDataLoader, PrivacyError, UnsupportedError
+from dpcore import DPDataLoader, PrivacyError, UnsupportedError, bins_of_stream
 from dpcore.accountants import PRVAccountant, RDPAccountant
 
 
@@ -88,3 +90,23 @@ def test_loaders_of_streams_are_refused_by_the_name_of_their_sampling(sampling):
         DPDataLoader.from_data_loader(DataLoader(Stream(), batch_size=2), sample_rate=0.1, sampling=sampling)
     with pytest.raises(ValueError, match=f"sampling='{sampling}' draws .* dpcore.bins_of_stream"):
         DPDataLoader(Stream(), sample_rate=0.1, sampling=sampling)
+
+
+def test_a_stream_with_other_items_in_a_later_reading_is_refused():
+    class Once:
+        def __init__(self):
+            self.items = iter(range(50))
+
+        def __iter__(self):
+            return self.items
+
+    numbers = itertools.count()
+    for stream, unit_id in ((Once(), int), (range(50), lambda unit: next(numbers))):
+        dealt = bins_of_stream(stream, unit_id, bins=5, accountant=PRVAccountant(), noise_multiplier=1.0)
+        with pytest.raises(PrivacyError, match="were others when it was read again"):
+            list(dealt)
+
+
+def test_an_engine_is_no_accountant():
+    with pytest.raises(TypeError, match=r"engine\.accountant say"):
+        bins_of_stream(range(5), int, bins=2, accountant=dpcore.PrivacyEngine(), noise_multiplier=1.0)
