@@ -257,11 +257,6 @@ class DPDataLoader(CountingDataLoader):
         if generator is not None:
             seed = drawn_seed(generator)
         check_sampling(sampling, max_batch_size)
-        if distributed and shares == "dealt" and seed is None and not secure:
-            raise ValueError(
-                'shares="dealt" without a seed: each rank would deal out a batch of its own, and an example could be '
-                "in the shares of two. Give all ranks one secret seed, model.ranks.share_seed(None) for instance."
-            )
         self._rounds = 0
         self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""

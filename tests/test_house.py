@@ -80,7 +80,7 @@ LIMITS = {
     "dpcore": Size(lines=33_280, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_169, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_884, long_classes=0, long_files=16),
+    "tests": Size(lines=56_889, long_classes=0, long_files=16),
 }
 
 

@@ -250,10 +250,15 @@ class DealtUniformWithReplacementSampler(DistributedUniformWithReplacementSample
             repeat are the same on no two ranks.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: there is no seed, or a number is out of its range.
     """
 
     def __init__(self, *, max_batch_size: int | None = None, **options: Any) -> None:
+        if options.get("seed") is None and options.get("generator") is None:
+            raise ValueError(
+                "A batch is dealt out without a seed: each rank would deal out one of its own, and an example could be "
+                "in the shares of two. Give all ranks one secret seed, model.ranks.share_seed(None) for instance."
+            )
         super().__init__(**options)
         self.max_batch_size = _checked_most(max_batch_size)
         self.is_joint = True

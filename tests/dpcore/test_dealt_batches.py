@@ -37,3 +37,8 @@ def test_copies_of_ranks_samplers_whose_seeds_differ_draw_among_their_own_exampl
 def test_shares_of_another_kind_are_refused():
     with pytest.raises(ValueError, match="shares is 'equal'; it must be 'owned' or 'dealt'"):
         DPDataLoader(range(4), sample_rate=0.5, distributed=True, shares="equal")
+
+
+def test_a_batch_that_is_dealt_without_a_seed_is_refused():
+    with pytest.raises(ValueError, match="Give all ranks one secret seed"):
+        DPDataLoader([1, 2, 3], sample_rate=0.5, distributed=True, shares="dealt")
