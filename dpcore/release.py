@@ -36,7 +36,7 @@ class Release:
     std: float
     step: int
     weights: tuple[float, ...] = (1.0,)
-    """Of the step's own noise, and of that of the steps before (:mod:`dpcore.correlated`)."""
+    """Factors of the step's own noise, and of that of the steps before (:mod:`dpcore.correlated`)."""
 
     @classmethod
     def by(cls, user: Any, std: float, correlation: Correlation | None = None) -> Release:

@@ -1,4 +1,4 @@
-"""What correlated noise costs a step: 10 million parameters, one thread, processor time, three ways in turns.
+"""Measure what correlated noise costs a step: 10 million parameters, one thread, processor time, three ways in turns.
 
 python -m proofs.correlated_noise [--turns 20]
 """

@@ -18,7 +18,7 @@ from dpcore.tape.uses import handles
 
 
 class _Gelu(torch.autograd.Function):
-    """Of x, as in torch, nothing but x is kept."""
+    """Keep nothing but x, as torch does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

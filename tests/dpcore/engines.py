@@ -1,4 +1,4 @@
-"""What ``ranks.py`` asks of engines alone."""
+"""Answer what ``ranks.py`` asks of engines alone."""
 
 from __future__ import annotations
 
