@@ -31,6 +31,8 @@ from dpcore.loading.epoch_sampler import CYCLE
 from dpcore.loading.ledger import Batch, name_of
 from dpcore.noise import GaussianNoise
 
+MOST_BANDS = 1000
+
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
@@ -47,7 +49,10 @@ class CorrelatedNoise:
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        weights = tuple(float(weight) for weight in self.weights)
+        try:
+            weights = tuple(float(weight) for weight in self.weights)
+        except (TypeError, ValueError):
+            weights = ()
         if not weights or weights[0] != 1.0 or not all(-1.0 <= w <= 0.0 for w in weights[1:]) or sum(weights) < 0.0:
             raise ValueError(
                 f"The weights are {self.weights}; the first one must be 1, the others must lie in [-1, 0], and their "
@@ -73,13 +78,13 @@ class CorrelatedNoise:
         """Return the first ``bands`` weights of the inverse square root of the prefix sums, (1 - x)^(1/2).
 
         Args:
-            bands: Of how many steps each noise is made, at least 1.
+            bands: Of how many steps each noise is made, 1 to 1000.
 
         Raises:
             ValueError: it is no such number.
         """
-        rule = "it must be a whole number, at least 1"
-        count = int(check_number("bands", bands, lambda p: p >= 1 and p % 1 == 0, rule))
+        rule = f"it must be a whole number from 1 to {MOST_BANDS}: a step draws the noise of so many"
+        count = int(check_number("bands", bands, lambda p: 1 <= p <= MOST_BANDS and p % 1 == 0, rule))
         weights = [1.0]
         for k in range(1, count):
             weights.append(weights[-1] * (k - 1.5) / k)

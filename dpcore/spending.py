@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpcore.accountants import IAccountant
-from dpcore.accountants.accountant import BINS, History, Rate, count, totals
+from dpcore.accountants.accountant import BINS, DELTA_RULE, History, Rate, count, totals
 from dpcore.accountants.utils import customary_delta, rounded_up
+from dpcore.arguments import check_number
 from dpcore.budget import Budget
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import PrivacyError, warn_caller
@@ -123,6 +124,7 @@ class Spending:
                 "get_epsilon() was called without delta, and there is no epsilon without one. Choose it well below "
                 f"1 / (number of examples): get_epsilon(delta={customary_delta(self._examples or 10**5 - 1):g})."
             )
+        delta = check_number("delta", delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
         self.check_delta(delta)
         epsilon = self.accountant.get_epsilon(delta)
         if epsilon == 0 and self.dataset is not None and not getattr(self.accountant, "history", True):

@@ -27,7 +27,7 @@ others."""
 class Run:
     """A private training run with everything that a checkpoint holds; ``seed`` is the engine's."""
 
-    def __init__(self, seed: int, sigma: float = 1.1) -> None:
+    def __init__(self, seed: int | None, sigma: float = 1.1) -> None:
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(60, 4, generator=generator, dtype=torch.float64)
         data = TensorDataset(x, torch.randint(3, (60,), generator=generator))
@@ -227,3 +227,30 @@ def test_another_way_of_clipping_is_another_setting(tmp_path) -> None:
     engine, model, optimizer, _ = make(**given)
     with pytest.raises(PrivacyError, match="saved with clipping=automatic, this run has flat"):
         engine.load_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_second_run_from_one_checkpoint_is_told_of_the_first_one(tmp_path, seed) -> None:
+    """Their noise is the same, which a resume needs, so that their difference is bare."""
+    path = tmp_path / "saved.pt"
+    first = Run(seed)
+    first.round()
+    first.save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        Run(8).load(path)  # nobody has gone on
+    first.round()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        Run(8).load(path)
+    told = [str(warning.message) for warning in heard if "gone on from here by 5 steps" in str(warning.message)]
+    assert bool(told) == (seed is None)
+
+
+def test_a_second_run_by_state_dicts_has_noise_of_its_own() -> None:
+    first, second = Run(None), Run(None)
+    first.round()
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert second.optimizer.noise.name(5) != first.optimizer.noise.name(5)
+    assert second.engine.get_epsilon(1e-3) == pytest.approx(first.engine.get_epsilon(1e-3))

@@ -298,13 +298,14 @@ def test_secure_noise_other_mechanisms_and_cycles_without_one_are_refused():
         private("bisr")
     with pytest.raises(ValueError, match="for correlated noise"):
         private(None, sampling="cycle")
-    for weights in [(), (0.5,), (1.0, 0.5), (1.0, -0.7, -0.7), (1.0, math.nan)]:
+    for weights in [(), (0.5,), (1.0, 0.5), (1.0, -0.7, -0.7), (1.0, math.nan), 0.9, "bisr"]:
         with pytest.raises(ValueError, match="weights are"):
             CorrelatedNoise(weights)
     with pytest.raises(ValueError, match=r"share is 1\.0"):
         CorrelatedNoise.previous(1.0)
-    with pytest.raises(ValueError, match="bands is 0"):
-        CorrelatedNoise.square_root(0)
+    for bands in (0, 10**7):
+        with pytest.raises(ValueError, match=f"bands is {bands}; it must be a whole number from 1 to 1000"):
+            CorrelatedNoise.square_root(bands)
 
 
 def test_the_noise_for_a_budget_spends_it_and_no_more():

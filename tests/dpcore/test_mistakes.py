@@ -57,6 +57,9 @@ def test_epsilon_without_delta():
     engine, *_ = make()
     with pytest.raises(TypeError, match=r"without delta.*get_epsilon\(delta=0\.01\)"):
         engine.get_epsilon()
+    for delta in ("1e-5", 0, torch.tensor(2.0)):
+        with pytest.raises(ValueError, match=r"delta is .*; it must lie in \(0, 1\)"):
+            engine.get_epsilon(delta)
 
 
 @pytest.mark.parametrize(("divisor", "told"), [(10.0, False), (14.0, False), (30.0, True), (3.0, True)])
