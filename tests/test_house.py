@@ -76,12 +76,13 @@ class Size:
 # Dpcore by 330 and tests by 370 for noise that is correlated over steps; the room of names by 29 for a step of one's
 # own, and noise by "rdp".
 # 28 Nov: a second run from one checkpoint is warned (18)
+# 28 Nov: the engine says what "auto" would do (22)
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_305, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_332, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_169, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=56_921, long_classes=0, long_files=16),
+    "tests": Size(lines=56_943, long_classes=0, long_files=16),
 }
 
 

@@ -115,6 +115,7 @@ class MicroBatches:
     ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own. ``whole``: so
     many, or fewer, are left whole whatever they take. ``worth``: so many outweigh a pass over the sums. ``started``: so
     many are worth one more pass through the model, and ``bearable``: so many at once may be in work for that.
+    ``per_example``: bytes that one leaves behind.
     """
 
     most: int
@@ -123,6 +124,7 @@ class MicroBatches:
     worth: int = 1
     started: float = 0.0
     bearable: int = 2**62
+    per_example: float = 0.0
 
     def size(self, batch_size: int) -> int:
         """The largest piece of a batch of ``batch_size`` examples."""
@@ -157,7 +159,7 @@ def micro_batches(
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         most = max(1, int(CUDA_FREE_FRACTION * free / per_example))
-        return MicroBatches(most, most)
+        return MicroBatches(most, most, per_example=per_example)
     several = int(CPU_LARGE_STASH_BYTES / per_example)
     fewest = min(CPU_FEWEST_EXAMPLES, max(CPU_FEWEST_LARGE_EXAMPLES, several))
     fewest = CPU_FEWEST_IN_A_LOOP if any(use.sequential for use in uses) else fewest
@@ -169,8 +171,8 @@ def micro_batches(
     started = _started(choices, uses, batch_size) if whole_model else 0.0
     bearable = max(1, int(CPU_MOST_STASH_BYTES / per_example))
     if worth <= most:
-        return MicroBatches(most, least, whole, started=started, bearable=bearable)
-    return MicroBatches(worth, max(least, worth), whole, worth, started, bearable)
+        return MicroBatches(most, least, whole, started=started, bearable=bearable, per_example=per_example)
+    return MicroBatches(worth, max(least, worth), whole, worth, started, bearable, per_example)
 
 
 def _started(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int) -> float:

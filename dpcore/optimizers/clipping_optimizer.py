@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from dpcore.arguments import check_divisor
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.microbatch.accumulator import Accumulator
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
@@ -22,6 +22,9 @@ from dpcore.optimizers.schedules import watch_torch
 from dpcore.optimizers.summed import SummedGrads
 from dpcore.optimizers.wrapper import OptimizerWrapper
 from dpcore.rerun.heap import give_back
+
+MUCH_KEPT = 256
+"""MiB that a whole batch leaves behind, of which the user is told without asking."""
 
 
 class ClippingOptimizer(OptimizerWrapper):
@@ -39,6 +42,8 @@ class ClippingOptimizer(OptimizerWrapper):
     plans_pieces = False
     """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
     piece_plan: MicroBatches | None = None
+    advice: str | None = None
+    """What "auto" would do where whole batches are passed; empty: nothing, None: not known yet."""
     _settings: Any = None  # in force at the first piece of the batch
 
     @property
@@ -182,9 +187,13 @@ class ClippingOptimizer(OptimizerWrapper):
             sizes.append(batch_size)
             if batch_size:
                 first = self.plans_pieces and self.piece_plan is None
-                if self.plans_pieces:
+                if self.plans_pieces or self.advice is None:
                     whole = trains_all(self.module._module)
-                    self.piece_plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device, whole)
+                    plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device, whole)
+                    if self.plans_pieces:
+                        self.piece_plan = plan
+                    else:
+                        self._advise(plan)
                 norms, _ = self.accumulator.add(uses, batch_size)
                 self._observe(norms)
                 if first:
@@ -194,6 +203,21 @@ class ClippingOptimizer(OptimizerWrapper):
             del uses
         self.accumulator.reduce()
         return sizes
+
+    def _advise(self, plan: MicroBatches) -> None:
+        """Say what "auto" would do with batches of the expected size: that of the one at hand is the data's secret."""
+        self.advice = ""
+        ranks = getattr(self, "ranks", None)
+        batch = round((self.expected_batch_size or 0) / (1 if ranks is None else ranks.size))
+        if self.logical_batch.announced or self.logical_batch.unfinished or (size := plan.size(batch)) >= batch:
+            return  # the user cuts them already, or they are small
+        kept, rest = (number * plan.per_example / 2**20 for number in (batch, size))
+        self.advice = (
+            f'max_physical_batch_size="auto" would take some {size} of {batch} examples at a time, for which '
+            f"{rest:.0f} MiB are kept in place of {kept:.0f}"
+        )
+        if kept >= MUCH_KEPT:
+            warn_caller(f"{self.advice}. The update is the same; pass it to make_private.")
 
     def _observe(self, norms: Tensor) -> None:
         """Norms [groups, B] of a batch that is being accumulated, for those who adapt to them."""

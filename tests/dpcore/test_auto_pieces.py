@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -207,3 +208,23 @@ def test_a_checkpoint_holds_where_the_batches_stand(size: int | str, tmp_path: P
 def test_a_loader_of_pieces_describes_itself():
     _, _, loader, _ = private("auto")
     assert repr(loader).startswith("PiecewiseLoader(pieces of 'auto' of DPDataLoader(40 examples, sample_rate=0.9")
+
+
+@pytest.mark.parametrize(
+    ("size", "much", "told"), [(None, 1e9, False), (None, 0.0, True), ("auto", 0.0, False), (7, 0.0, False)]
+)
+def test_the_engine_says_what_auto_would_do_with_whole_batches(size, much, told):
+    """In itself, and by a warning where much is kept; by the expected batch, since the drawn one's length is secret."""
+    model, optimizer, loader, engine = private(size)
+    with (
+        mock.patch.object(optimizers, "micro_batches", lambda *_: MicroBatches(9, 9, per_example=2**20)),
+        mock.patch.object(optimizers, "MUCH_KEPT", much),
+        warnings.catch_warnings(record=True) as heard,
+    ):
+        warnings.simplefilter("always")
+        train(model, optimizer, loader)
+    advice = 'max_physical_batch_size="auto" would take some 9 of 36 examples at a time'
+    assert (advice in repr(engine)) == (size is None)
+    assert [str(warning.message).startswith(advice) for warning in heard if "would take" in str(warning.message)] == [
+        True
+    ] * told
