@@ -44,8 +44,9 @@ def check_number(name: str, value: Any, allowed: Callable[[float], bool], rule: 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a question that names what resembles ``name`` most; nothing where nothing does."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    spelled = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), spelled, n=1)
+    return f" Did you mean {spelled[close[0]]!r}?" if close else ""
 
 
 def number_of(count: int, one: str, several: str | None = None) -> str:

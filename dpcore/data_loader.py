@@ -333,7 +333,7 @@ class DPDataLoader(CountingDataLoader):
             sample_rate = 1 / max(_batches(loader), 1)
             if sampling in CUT:
                 length: int = getattr(drawn, "batch_size", 1)
-                sample_rate = min(1.0, length / len(loader.dataset))  # type: ignore[arg-type]
+                sample_rate = min(1.0, length / max(len(loader.dataset), 1))  # type: ignore[arg-type]
         if generator is None and seed is None and not secure:
             generator = loader.generator
         return cls(

@@ -9,8 +9,9 @@ from html import escape
 
 import numpy as np
 
-WIDTH, HEIGHT = 520, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 46, 56
+WIDTH, HEIGHT = 420, 380
+"""As narrow as a telephone, where its letters stay readable."""
+_EDGE, _LEFT, _RIGHT, _TOP, _BOTTOM = 13, 70, 30, 46, 56
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#475569", "#be185d")
 
 
@@ -59,14 +60,15 @@ def chart(title: str, subtitle: str, x: Axis, y: Axis, curves: Sequence[Curve]) 
         'font-family="sans-serif" font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(left, 20, title, size=14),
-        _text(left, 37, subtitle, fill="#555"),
+        _text(_EDGE, 20, title, size=14),
+        _text(_EDGE, 37, subtitle, fill="#555"),
         *(_line(at, bottom, at, top) for at in columns),
         *(_line(left, at, right, at) for at in rows),
         *(_text(at, bottom + 18, x.shown(t), anchor="middle") for at, t in zip(columns, x.ticks, strict=True)),
         *(_text(left - 6, at + 4, y.shown(t), anchor="end") for at, t in zip(rows, y.ticks, strict=True)),
         _text((left + right) / 2, HEIGHT - 14, x.label, anchor="middle"),
-        f'<g transform="translate(13 {(top + bottom) / 2}) rotate(-90)">{_text(0, 0, y.label, anchor="middle")}</g>',
+        f'<g transform="translate({_EDGE} {(top + bottom) / 2}) rotate(-90)">',
+        f"{_text(0, 0, y.label, anchor='middle')}</g>",
     ]
     for k, curve in enumerate(curves):
         points = " ".join(

@@ -74,4 +74,4 @@ def plan_figure(found: Sequence[Choice], title: str) -> str:
         curves.append(Curve(f"{length:g} epochs", x, y, COLOURS[k % len(COLOURS)]))
     x_axis = Axis.around("expected batch size", np.array([choice.batch for choice in found]))
     y_axis = Axis.around("noise of an update / max_grad_norm", np.array([choice.noise for choice in found]))
-    return chart(title, "Deviation of the noise in each number of an update: sigma / batch", x_axis, y_axis, curves)
+    return chart(title, "Noise in each number of an update: sigma / batch", x_axis, y_axis, curves)

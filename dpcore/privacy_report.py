@@ -34,6 +34,7 @@ OF_USERS = "A person with two ids, or whose rows have somebody else's."
 """Stands in the place of the sentence on people where users are the unit."""
 _SUBSAMPLED = ("prv", "rdp", "gdp")
 """Accountants whose history is one of Poisson-subsampled Gaussian steps, whatever they make of it."""
+ATTACKS = "What the best attack on membership reaches"
 DRAWN = {
     "poisson": "Poisson samples, drawn by dpcore",
     "bins": "balls in bins: in each epoch every unit is in one batch, uniformly and independently; a begun one counts",
@@ -43,6 +44,22 @@ DRAWN = {
     "that are replaced by nothing (zeros), of a number that is known",
 }
 _RATES = (0.001, 0.01, 0.1)
+STYLE = (
+    # A notebook shows the page among others: nothing here is about what is around it.
+    ".dpcore-report{font:16px/1.5 sans-serif;max-width:46em;margin:auto;padding:1em;color-scheme:light dark;"
+    "background:Canvas;color:CanvasText;--faint:color-mix(in srgb,CanvasText 18%,Canvas);"
+    "--pale:color-mix(in srgb,CanvasText 65%,Canvas)}"
+    ".dpcore-report table{border-collapse:collapse;margin-bottom:1.5em}"
+    ".dpcore-report :is(td,th){border-bottom:1px solid var(--faint);padding:.3em 1.2em .3em 0;text-align:left;"
+    "vertical-align:top}.dpcore-report th{color:var(--pale);font-weight:normal;white-space:nowrap}"
+    ".dpcore-report .promise{font-size:1.15em}"
+    ".dpcore-report .warning{background:#fff3cd;color:#222;padding:.6em 1em}"
+    ".dpcore-report svg{display:block;width:100%;max-width:560px;height:auto}"
+    # What is white or dark in the figure by itself follows the page.
+    ".dpcore-report svg rect{fill:none}.dpcore-report svg text{fill:CanvasText}"
+    '.dpcore-report svg [stroke="#ddd"]{stroke:var(--faint)}'
+    f'.dpcore-report svg [stroke="{COLOURS[0]}"]{{stroke:light-dark({COLOURS[0]},#6cb2ff)}}'
+)
 
 
 @dataclass(frozen=True)
@@ -78,23 +95,23 @@ class PrivacyReport:
         for table in self.tables:
             lines += [f"## {table.heading}", "", _row(table.columns), _row(["---"] * len(table.columns))]
             lines += [*map(_row, table.rows), ""]
-        lines += [f"![What the best attack on membership reaches]({image})", ""] if image else []
+            lines += [f"![{ATTACKS}]({image})", ""] if image and table.heading == ATTACKS else []
         return "\n".join([*lines, "## Not covered", "", *(f"* {what}" for what in self.not_covered), ""])
 
     def html(self) -> str:
         """Return the page as one HTML file, with the figure in it."""
         warnings = "".join(f'<p class="warning">Not as it must be: {escape(w)}</p>' for w in self.warnings)
-        tables = "".join(f"<h2>{escape(t.heading)}</h2>{_table(t)}" for t in self.tables)
+        tables = "".join(
+            f"<h2>{escape(t.heading)}</h2>{_table(t)}{self.svg if t.heading == ATTACKS else ''}" for t in self.tables
+        )
         left = "".join(f"<li>{escape(what)}</li>" for what in self.not_covered)
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy of this model</title>'
-            '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-            "body{font:16px/1.5 sans-serif;max-width:46em;margin:2em auto;padding:0 1em;color:#222}"
-            "table{border-collapse:collapse}td,th{border-bottom:1px solid #ddd;padding:.3em .8em;text-align:left}"
-            "th{color:#555;font-weight:normal}svg{max-width:100%;height:auto}"
-            ".promise{font-size:1.15em}.warning{background:#fff3cd;padding:.6em 1em}</style></head><body>"
-            f'<h1>Privacy of this model</h1><p class="promise">{escape(self.promise)}</p>{warnings}{tables}'
-            f"{self.svg}<h2>Not covered</h2><ul>{left}</ul></body></html>\n"
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style></head><body>'
+            '<main class="dpcore-report"><h1>Privacy of this model</h1>'
+            f'<p class="promise">{escape(self.promise)}</p>{warnings}{tables}'
+            f"<h2>Not covered</h2><ul>{left}</ul></main></body></html>\n"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -216,7 +233,7 @@ def _of_run(run: _Run) -> PrivacyReport:
         )
     people = "A person with several"
     left = tuple(OF_USERS if "user" in one and what.startswith(people) else what for what in NOT_COVERED)
-    title = f"Attacks on membership at ε = {rounded_up(first)}, δ = {delta:g}, after {len(accountant):,} steps"
+    title = f"Attacks at ε = {rounded_up(first)}, δ = {delta:g}, {len(accountant):,} steps"
     svg = _figure(accountant, title)
     tables = (_promises(accountant, first, delta), _risks(accountant), _training(run, accountant))
     return PrivacyReport(promise, tables, svg, warnings, left)
@@ -231,14 +248,14 @@ def _promises(accountant: PLDAccountant, first: float, delta: float) -> Table:
 
 def _risks(accountant: PLDAccountant) -> Table:
     def percent(rate: float) -> str:
-        return f"{rounded_up(100 * rate)} %"
+        return f"{rounded_up(100 * rate)}\N{NO-BREAK SPACE}%"
 
     finds = [(f"members found, at {100 * r:g} % false alarms", percent(accountant.tpr_at(r))) for r in _RATES]
     more = [
         ("true less false positive rate (advantage)", percent(accountant.advantage())),
         ("μ of Gaussian differential privacy", rounded_up(accountant.mu())),
     ]
-    return Table("What the best attack on membership reaches", ("", "at most"), (*finds, *more))
+    return Table(ATTACKS, ("", "at most"), (*finds, *more))
 
 
 def _training(run: _Run, accountant: PLDAccountant) -> Table:
@@ -251,7 +268,7 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
     ]
     shown = steps if len(steps) <= 5 else [*steps[:5], f"and {len(steps) - 5} other kinds"]
     rows = [("unit", _units(run))]
-    rows += [("units", f"{run.examples:,}")] if run.examples is not None else []
+    rows += [("number of units", f"{run.examples:,}")] if run.examples is not None else []
     rows += [("batches", batches) for batches in _batches(run)]
     rows += [("batches are cut to", f"{s['max_batch_size']}") for s in run.settings if s.get("max_batch_size")]
     rows += [("noise", f"correlated over steps, {s['mechanism']}") for s in run.settings if s.get("mechanism")]
@@ -259,7 +276,7 @@ def _training(run: _Run, accountant: PLDAccountant) -> Table:
     for setting in filter(None, run.settings):
         bounds, clipping = setting.get("max_grad_norm"), setting.get("clipping", "flat")
         rows += [("clipping", f"{clipping}, max_grad_norm {bounds}")]
-        rows += [("divisor of the updates", f"{setting.get('expected_batch_size')}")]
+        rows += [("divisor of the updates", f"{setting.get('expected_batch_size')}".removesuffix(".0"))]
     if failure := accountant.failure_probability:
         rows += [("steps may fail with probability", f"{failure:g}, counted")]
     rows += [("accountant of this page", "the privacy loss's distribution, an upper bound (dpcore)")]

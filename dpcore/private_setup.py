@@ -373,6 +373,6 @@ class Setup:
         private.attach_step_guard(lambda of: spending.check_budget(of, rate(), failure()))
         if isinstance(loader, CountingDataLoader):
             give(loader, spending.unused)
-            run.ledger = Ledger(lambda: loader.source, spending.unused, settings["check_batches"])
+            run.ledger = Ledger(lambda: loader.source, spending.unused, settings["check_batches"], self.group)
         if not settings["check_isolation"]:
             private.module.isolation.switch_off()

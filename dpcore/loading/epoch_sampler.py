@@ -16,13 +16,15 @@ import numpy as np
 from dpcore.accountants.accountant import BINS, Rate
 from dpcore.arguments import did_you_mean
 from dpcore.errors import UnsupportedError, warn_caller
-from dpcore.loading.uniform_sampler import UniformWithReplacementSampler
+from dpcore.loading.uniform_sampler import UniformWithReplacementSampler, check_examples
 
 POISSON, TRUNCATED, SHUFFLE, CYCLE = "poisson", "truncated", "shuffle", "cycle"
 CUT = (SHUFFLE, CYCLE)
 """Whose batches have one length."""
 EPOCHS = (BINS, *CUT)
 SAMPLINGS = (POISSON, TRUNCATED, *EPOCHS)
+OFFERED = tuple(name for name in SAMPLINGS if name != CYCLE)
+"""What a user may choose; a cycle comes with correlated noise."""
 _REMEMBERED = 4096
 """Draws whose epochs are known; the ledger lets a step use one of 1024."""
 
@@ -31,8 +33,8 @@ def check_sampling(sampling: Any, max_batch_size: Any) -> str | None:
     """Return the name of a sampler; ValueError where there is none, or it does not go with the longest batch."""
     if sampling not in (None, *SAMPLINGS):
         raise ValueError(
-            f"sampling is {sampling!r}; it must be one of {', '.join(map(repr, SAMPLINGS))}."
-            + did_you_mean(str(sampling), SAMPLINGS)
+            f"sampling is {sampling!r}; it must be one of {', '.join(map(repr, OFFERED))}."
+            + (did_you_mean(sampling, OFFERED) if isinstance(sampling, str) else "")
         )
     if sampling == TRUNCATED and max_batch_size is None:
         raise ValueError("sampling='truncated' cuts Poisson batches; say to how many examples, by max_batch_size=.")
@@ -213,6 +215,7 @@ def epoch_sampler(
                 f"the rate {1 / bins:g}, and epsilon is that of these."
             )
         return EpochSampler(num_samples=examples, kind=kind, batches=bins, **drawn)
+    check_examples(examples)
     size = max(1, round(sample_rate * examples))
     batches = examples // size if drop_last else math.ceil(examples / size)
     if not batches:

@@ -103,16 +103,17 @@ class Ledger:
     """What an optimiser has used of the batches of ``source()`` that were handed out and are not used yet.
 
     Optimisers of one accountant share ``unused``: two models must not be trained on the same batch. ``checks`` False:
-    the user's own batches are used, and none is refused.
+    the user's own batches are used, and none is refused. ``group``: how many rows an example has.
     """
 
     poisson_batches = 0
     """How many this process's loaders have handed out; each is a sample by itself."""
 
-    def __init__(self, source: Callable[[], Source], unused: Unused, checks: bool = True) -> None:
+    def __init__(self, source: Callable[[], Source], unused: Unused, checks: bool = True, group: int = 1) -> None:
         self.source = source
         self.unused = unused
         self.checks = checks
+        self.group = group
         self.used: tuple[Batch, ...] = ()
         """The batches of the last step; none where it is not certain which they are."""
         self.is_foreign = False
@@ -124,7 +125,7 @@ class Ledger:
         """Take the batches of one step from the unused ones.
 
         Args:
-            sizes: The number of rows of every backward pass; one number for the pieces of one batch together.
+            sizes: The number of units of every backward pass; one number for the pieces of one batch together.
 
         Raises:
             PrivacyError: no unused batches, one to a pass or one in all, have just as many examples; or Poisson batches
@@ -156,6 +157,14 @@ class Ledger:
                 "and would understate what leaks. Iterate over the loader that make_private returned, one batch per "
                 "step, or pass check_batches=False if your own batches are drawn at the accounted "
                 f"rate.{trainer_hint()}"
+            )
+        if self.group > 1:
+            raise PrivacyError(
+                f"{sum(sizes)} units of group={self.group} rows went through the backward passes of this step, and the "
+                f"private data loader has handed out {_list([b.examples for b in unused])} examples for it, each of "
+                f"which must be one unit, once. Give every example {self.group} rows that follow each other, as "
+                f"dpcore.views(dataset, transform, K={self.group}) does (leave group= out where it has one row), and "
+                "call backward() once for every batch."
             )
         raise PrivacyError(
             f"{sum(sizes)} rows went through the backward passes of this step, but the private data loader has "

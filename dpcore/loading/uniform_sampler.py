@@ -40,6 +40,14 @@ def overflow(examples: int, sample_rate: float, most: int | None) -> float:
     return 0.0 if most is None else min(1.0, float(scipy.stats.binom.sf(most, examples + 1, sample_rate)) * (1 + 1e-9))
 
 
+def check_examples(count: int) -> None:
+    """Refuse data without examples; ValueError."""
+    if count <= 0:
+        raise ValueError(
+            f"num_samples is {count}: there must be at least one example to draw; look how the data set was read."
+        )
+
+
 class UniformWithReplacementSampler(Sampler[list[int]]):
     """A sampler of Poisson batches: ``steps`` lists of indices a round; list k of its life is a function of (seed, k).
 
@@ -74,8 +82,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
     ) -> None:
         if generator is not None:
             seed = drawn_seed(generator)
-        if num_samples <= 0:
-            raise ValueError(f"num_samples is {num_samples}; there must be at least one example.")
+        check_examples(num_samples)
         sample_rate = check_number("sample_rate", sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
         self.num_samples = int(num_samples)
         self.sample_rate = sample_rate

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from dpcore.arguments import check_number, number_of
 from dpcore.errors import UnsupportedError
@@ -26,6 +26,11 @@ class UnitDataset(Dataset[Any]):
     def __init__(self, dataset: Any, rows_per_unit: Any) -> None:
         rule = "it must be a whole number, at least 1"
         self.rows_per_unit = int(check_number("K", rows_per_unit, lambda k: k >= 1 and k % 1 == 0, rule))
+        if isinstance(dataset, DataLoader):
+            raise TypeError(
+                "The data set is a DataLoader, which hands out batches, and units are made of single rows; pass "
+                "loader.dataset, and give the result to a new DataLoader."
+            )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UnsupportedError(
                 f"The data set, of type {type(dataset).__name__}, has no length, and units are drawn by number; use a "
@@ -63,6 +68,11 @@ class Views(UnitDataset):
     """``rows_per_unit`` views of each example."""
 
     def __init__(self, dataset: Any, transform: Callable[[Any], Any] | None, rows_per_unit: Any) -> None:
+        if transform is not None and not callable(transform):
+            raise TypeError(
+                f"transform is {transform!r}; it must be a function that makes a view of an example, or None, which "
+                "reads the example K times: dpcore.views(dataset, transform, K)."
+            )
         super().__init__(dataset, rows_per_unit)
         self.transform = transform
 
@@ -88,6 +98,11 @@ class Users(UnitDataset):
 
     def __init__(self, dataset: Any, user_id: Sequence[Hashable], rows_per_unit: Any, sample: bool) -> None:
         super().__init__(dataset, rows_per_unit)
+        if isinstance(user_id, str | bytes) or not hasattr(user_id, "__iter__") or getattr(user_id, "ndim", 1) == 0:
+            raise TypeError(
+                f"user_id is {user_id!r}; it must be a list, an array or a tensor that says whose each row of the data "
+                "set is, an entry for every row."
+            )
         ids = user_id.tolist() if isinstance(user_id, Tensor | np.ndarray) else list(user_id)
         if len(ids) != len(dataset):
             raise ValueError(
@@ -153,6 +168,7 @@ def views(dataset: Any, transform: Callable[[Any], Any] | None, K: int) -> Datas
 
     Raises:
         UnsupportedError: the data set has no length.
+        TypeError: the data set is a loader, or ``transform`` no function.
         ValueError: K is no whole number of at least 1.
     """
     return Views(dataset, transform, K)
@@ -176,6 +192,7 @@ def users(dataset: Any, user_id: Sequence[Hashable], K: int, *, sample: bool = T
 
     Raises:
         UnsupportedError: the data set has no length.
+        TypeError: the data set is a loader, or ``user_id`` no list.
         ValueError: K is no whole number of at least 1, or ``user_id`` has another length than the data set.
     """
     return Users(dataset, user_id, K, sample)

@@ -1,7 +1,7 @@
 """The matrix of architectures: clipped sums of transformers, PEFT and timm models beside a float64 loop over examples.
 
-``python -m tests.dpcore.models`` runs it and writes docs/models.md; ``--json FILE`` keeps the figures. It needs
-tests/requirements-models.txt.
+``python -m tests.dpcore.models`` runs it and writes docs/models.md, with ``--group K`` the page's section on units of K
+rows; ``--json FILE`` keeps the figures. It needs tests/requirements-models.txt.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ LOWERED = 1e-4
 CONTRIBUTION = 1.0 + 1e-6
 MODES = ("Engine", "two lines", "hooks", "ghost", "Engine, bf16", "two lines, bf16")
 NO_RULE = ": no rule"
+PAGE = Path("docs/models.md")
+UNITS = "## Units of several rows"
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,32 @@ def document(rows: Sequence[Row], versions: str) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
+def of_units(rows: Sequence[Row], group: int, versions: str) -> str:
+    """The section on units of ``group`` rows: counts by mode, and the largest errors in float32."""
+    found = [(each.name, each.outcomes[mode]) for each in rows for mode in MODES[:4]]
+    apart, error = (max(found, key=lambda one: getattr(one[1], what)) for what in ("apart", "error"))
+    above = sum(one.error > ERROR for _, one in found)
+    return f"""{UNITS}
+
+All of the above with `--group {group}`: three [units](privacy-unit.md) of {group} rows each, in which rows of the batch
+come again, beside a loop over the units in float64. {versions}
+
+{summary(rows)}
+* largest error in float32 beside the loop's sum at the factors that were used: {apart[1].apart:.1e} ({apart[0]});
+  beside the loop's own sum, from which lowered factors differ too: {error[1].error:.1e} ({error[0]}), above \
+{ERROR:.0e} in {above} of {len(found)}
+"""
+
+
+def _write(rows: Sequence[Row], group: int, versions: str) -> None:
+    """Writes the page, or its section on units; either leaves the other as it is."""
+    before, _, units = PAGE.read_text().partition(UNITS) if PAGE.exists() else ("", "", "")
+    if group > 1:
+        PAGE.write_text(f"{before.rstrip()}\n\n{of_units(rows, group, versions)}")
+    else:
+        PAGE.write_text(document(rows, versions) + (f"\n{UNITS}{units}" if units else ""))
+
+
 def _table(rows: Sequence[Row]) -> list[str]:
     names = ["lowered", "loop", *MODES[:4], "loop, bf16", MODES[4], "most", MODES[5]]
     lines = [f"| architecture | {' | '.join(names)} | fallbacks |", "|---" * (len(names) + 2) + "|"]
@@ -326,11 +354,11 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Runs the matrix and writes docs/models.md; 1 if a cell is not right, or a module is run again by example."""
+    """Runs the matrix and writes its page; 1 if a cell is not right, or a module is run again by example."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where the figures go, too")
     parser.add_argument("--only", default="", help="architectures whose name contains this; nothing is written then")
-    parser.add_argument("--group", type=int, default=1, help="rows of an example; nothing is written for several")
+    parser.add_argument("--group", type=int, default=1, help="rows of an example")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -349,14 +377,14 @@ def main() -> int:
     print(summary(rows))
     if given.json:
         given.json.write_text(json.dumps([asdict(each) for each in rows], indent=1))
-    if not given.only and given.group == 1:
+    if not given.only:
         import peft
         import timm
         import transformers
 
         libraries = (torch, transformers, peft, timm)
         versions = ", ".join(f"{library.__name__} {library.__version__}" for library in libraries)
-        Path("docs/models.md").write_text(document(rows, f"With {versions}."))
+        _write(rows, given.group, f"With {versions}.")
     bad = [each.name for each in rows if each.fallbacks or any(o.what != "right" for o in each.outcomes.values())]
     if bad:
         print(f"Not right in every mode, or with fallbacks: {'; '.join(bad)}")

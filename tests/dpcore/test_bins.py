@@ -367,6 +367,7 @@ def test_a_loader_that_deals_epochs_is_counted_as_it_draws_and_takes_no_other_na
     ("options", "named"),
     [
         ({"sampling": "balls"}, "balls"),
+        ({"sampling": "BINS"}, "one of 'poisson', 'truncated', 'bins', 'shuffle'. Did you mean 'bins'"),
         ({"sampling": "truncated"}, "max_batch_size"),
         ({"sampling": "shuffle", "max_batch_size": 12}, "max_batch_size"),
         ({"sampling": "bins", "poisson_sampling": False}, "poisson_sampling"),
@@ -376,6 +377,14 @@ def test_what_does_not_go_together_is_refused(options, named):
     with warnings.catch_warnings(), pytest.raises(ValueError, match=named):
         warnings.simplefilter("ignore")
         private(**options)
+
+
+@pytest.mark.parametrize("rate", [None, 0.1], ids=["length", "rate"])
+@pytest.mark.parametrize("sampling", ["poisson", "bins", "shuffle"])
+def test_data_without_examples_are_a_sentence(sampling, rate):
+    data = TensorDataset(torch.randn(0, 5), torch.arange(0))
+    with pytest.raises(ValueError, match="num_samples is 0: there must be at least one example"):
+        DPDataLoader.from_data_loader(DataLoader(data, batch_size=5), sampling=sampling, sample_rate=rate)
 
 
 def test_a_rate_that_makes_no_whole_number_of_bins_is_said():
