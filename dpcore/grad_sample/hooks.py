@@ -81,7 +81,7 @@ class AbstractGradSampleHooks:
         self._structure = Structure(m, self.trained)
         self._waiting = WaitingBatches(self._names, kept=ordinary_grad)
         mean, params = loss_reduction == "mean", [*self.trained.values()]
-        self.ordinary_gradients = self._gradients_kind(params, mean, self._waiting)
+        self.ordinary_gradients = self._gradients_kind(params, mean)
         self.losses = LossCheck(loss_reduction, group)
         self._backward_passes = BackwardPasses(
             loss_reduction, self.losses, self._waiting, self.ordinary_gradients if ordinary_grad else None, group

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
 from dpcore.data_loader import DPDataLoader
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer
 from dpcore.utils.batch_memory_manager import BatchMemoryManager, PiecewiseLoader
@@ -138,6 +138,33 @@ def _check_skip_next_step(optimizer: DPOptimizer, pop_next: bool = True) -> bool
     return optimizer.logical_batch.unfinished if pop_next else optimizer.logical_batch.goes_on
 
 
+@torch.no_grad()
+def _own_clipped(optimizer: DPOptimizer) -> bool:
+    """Own ordinary gradients that were multiplied by one number, with a warning; False where they were not."""
+    gradients = optimizer.module.ordinary_gradients
+    changed = [p for p in optimizer.accumulator.parameters.values() if not gradients.owns(p)]
+    pairs = [(p.grad, formed) for p in changed if p.grad is not None and (formed := gradients.as_formed(p)) is not None]
+    if len(pairs) < len(changed) or sum(p.numel() for p in changed) < 2:  # one number is a multiple of any other
+        return False
+    now, then = (torch.stack([pair[k].double().norm() for pair in pairs]).norm().item() for k in range(2))
+    if not 0.0 < now <= then:
+        return False
+    for grad, formed in pairs:
+        limits = torch.finfo(grad.dtype)
+        if not torch.allclose(grad, formed * (now / then), rtol=max(1e-4, 4 * limits.eps), atol=limits.tiny):
+            return False
+    for param in changed:
+        gradients.own(param)
+    if "_clip_was_told" not in vars(optimizer):
+        vars(optimizer)["_clip_was_told"] = True
+        warn_caller(
+            "p.grad was multiplied by a number since backward(), as clip_grad_norm_ does. That has no effect: step() "
+            "replaces it by the noisy sum of gradients that it clips to max_grad_norm example by example. Leave the "
+            "call out, in transformers' TrainingArguments by max_grad_norm=0."
+        )
+    return True
+
+
 class _Queue(list[bool]):
     """The signals that are waiting, to be looked at: a loop that takes them out would change which piece is whose."""
 
@@ -171,6 +198,7 @@ OF_OPTIMIZERS = {
         _refuse_to_set("_step_skip_queue", "call signal_skip_step(), or discard(), which empties it"),
     ),
     "_check_skip_next_step": _check_skip_next_step,
+    "owns_changed": _own_clipped,
     "generator": _Unset(lambda of: None),
     "secure_mode": _Unset(lambda of: isinstance(of.noise, SecureNoise)),
 }

@@ -97,7 +97,7 @@ def check_unchanged(optimizer: Any) -> None:
 def check_no_ordinary_gradient(optimizer: Any) -> None:
     """PrivacyError where a parameter has a gradient that is not of recorded examples."""
     for name, param in optimizer.accumulator.parameters.items():
-        if optimizer.module.ordinary_gradients.owns(param):
+        if optimizer.module.ordinary_gradients.owns(param) or optimizer.owns_changed():
             continue
         if not optimizer.module._module.training:
             raise PrivacyError(
