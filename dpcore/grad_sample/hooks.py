@@ -151,8 +151,8 @@ class AbstractGradSampleHooks:
     def _run_empty(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an empty batch, from which nothing flows back to the parameters and which yet is a step.
 
-        Its outputs are the graph's ends. (Sharded modules take the other way: their ranks gather parameters in the
-        backward pass, too.)
+        Its outputs come from ends of the graph alone. (Sharded modules take the other way: their ranks gather
+        parameters in the backward pass, too.)
         """
         output = outputs_of_none(self._module, call, args, kwargs)
         noted = self._note_empty()
@@ -167,8 +167,9 @@ class AbstractGradSampleHooks:
         leaves, structure = flatten(output)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                leaves[i] = leaf.detach().requires_grad_()
-                leaves[i].register_hook(arrived)
+                end = leaf.detach().requires_grad_()
+                end.register_hook(arrived)
+                leaves[i] = end.clone()  # which may be changed in place: a loss that is scaled
         return unflatten(structure, leaves)
 
     def _note_empty(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,6 @@ class OrdinaryGradients:
             param.grad = self._formed[param].clone()
             self.own(param)
 
-    @torch.no_grad()
     def _sums(self, iteration: Iteration) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield every parameter and Σ_i g_i, divided by the batch's length for a mean loss.
 
@@ -53,11 +53,14 @@ class OrdinaryGradients:
         size = iteration.batch_size
         weight = 1.0 / max(size, 1) if self._mean_loss else float(iteration.group)
         choices = {choice.param: choice for choice in choose(in_units(iteration.uses, iteration.group))}
+        weights: dict[Any, Tensor] = {}
         for param in self._params:
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            total = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            kind = torch.promote_types(param.dtype, torch.float32), param.device
+            total = torch.zeros(param.shape, dtype=kind[0], device=kind[1])
             if param in choices:
-                weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
+                if kind not in weights:
+                    weights[kind] = torch.full((size,), weight, dtype=kind[0], device=kind[1])
+                weighted_sum(choices[param], weights[kind], total)
             yield param, total
 
     def own(self, param: Parameter) -> None:

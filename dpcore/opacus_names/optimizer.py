@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -146,13 +147,15 @@ def _own_clipped(optimizer: DPOptimizer) -> bool:
     pairs = [(p.grad, formed) for p in changed if p.grad is not None and (formed := gradients.as_formed(p)) is not None]
     if len(pairs) < len(changed) or sum(p.numel() for p in changed) < 2:  # one number is a multiple of any other
         return False
-    now, then = (torch.stack([pair[k].double().norm() for pair in pairs]).norm().item() for k in range(2))
-    if not 0.0 < now <= then:
+    now, then = ([pair[k] for pair in pairs] for k in range(2))
+    lengths, before = (torch.stack(torch._foreach_norm(of)).tolist() for of in (now, then))
+    share = math.hypot(*lengths) / (math.hypot(*before) or math.inf)
+    if not 0.0 < share <= 1.0:
         return False
-    for grad, formed in pairs:
-        limits = torch.finfo(grad.dtype)
-        if not torch.allclose(grad, formed * (now / then), rtol=max(1e-4, 4 * limits.eps), atol=limits.tiny):
-            return False
+    rest = torch.stack(torch._foreach_norm(torch._foreach_sub(now, torch._foreach_mul(then, share)))).tolist()
+    close = max(1e-4, *(4 * torch.finfo(grad.dtype).eps for grad in now))
+    if not all(far <= close * length for far, length in zip(rest, lengths, strict=True)):
+        return False
     for param in changed:
         gradients.own(param)
     if "_clip_was_told" not in vars(optimizer):

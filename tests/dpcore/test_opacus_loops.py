@@ -80,3 +80,17 @@ def test_gradients_that_were_changed_otherwise_are_refused(change):
         change(net)
         with pytest.raises(PrivacyError, match="changed by hand"):
             optimizer.step()
+
+
+def test_an_empty_batch_has_a_loss_that_can_be_scaled_in_place():
+    """As transformers' Trainer does with the loss that its model returns."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    with installed():
+        _, optimizer = _private(net)
+        before = net.weight.detach().clone()
+        loss = net(torch.randn(0, 4))
+        loss *= 2.0
+        loss.sum().backward()
+        optimizer.step()
+        assert optimizer.steps == 1 and torch.equal(net.weight, before)
