@@ -180,6 +180,19 @@ class _Queue(list[bool]):
     pop = remove = append = insert = extend = clear = __setitem__ = __delitem__ = __iadd__ = _refuse  # type: ignore[assignment]
 
 
+def _refuse_overrides(kind: type[DPOptimizer]) -> None:
+    """UnsupportedError where a class overrides what only Opacus' clipping reads, and has no clipping of its own."""
+    if not kind.clip_and_accumulate.__module__.startswith("dpcore."):
+        return
+    for name in ("grad_samples", "params", "_get_flat_grad_sample"):
+        if name in vars(kind):
+            raise UnsupportedError(
+                f"{kind.__name__} overrides {name}, from which dpcore's clipping reads nothing: it would do nothing. "
+                "Change p.grad_sample behind backward(), leave parameters out of the optimizer, or override "
+                "clip_and_accumulate()."
+            )
+
+
 class _Unset:
     """An attribute that has the value ``of(optimizer)`` until the optimizer's class gives it another one."""
 
@@ -202,6 +215,7 @@ OF_OPTIMIZERS = {
     ),
     "_check_skip_next_step": _check_skip_next_step,
     "owns_changed": _own_clipped,
+    "__init_subclass__": classmethod(_refuse_overrides),
     "generator": _Unset(lambda of: None),
     "secure_mode": _Unset(lambda of: isinstance(of.noise, SecureNoise)),
 }

@@ -158,6 +158,16 @@ def _dealt(run: Any) -> Any:
     return run.loader.sampler_state.seed, run.loader.where if is_followed else None
 
 
+def check_count(optimizer: Any) -> None:
+    """PrivacyError where a subclass tells another number of batches than the step adds up, by which it is counted."""
+    told, batches = optimizer.accumulated_iterations, max(1, optimizer.logical_batch.batches)
+    if told != batches:
+        raise PrivacyError(
+            f"{type(optimizer).__name__}.accumulated_iterations is {told}, and the step adds up {batches} "
+            f"batch{'es' if batches > 1 else ''}: epsilon would be that of other steps. Leave the override out."
+        )
+
+
 def see_division(module: AbstractGradSampleHooks, k: int) -> None:
     """Warn once where the loop divides its losses by the number ``k`` of batches that it accumulates."""
     if k > 1 and module.divided_by(k):

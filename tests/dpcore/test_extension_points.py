@@ -216,3 +216,23 @@ def test_a_generator_that_would_draw_nothing_is_refused(kind):
     sampler = kind(num_samples=6, sample_rate=0.5)
     with pytest.raises(UnsupportedError, match=rf"generator of a {kind.__name__} was set.*Pass generator= or seed="):
         sampler.generator = torch.Generator()
+
+
+def test_an_optimizer_that_tells_another_number_of_batches_is_refused():
+    class Counts(DPOptimizer):
+        accumulated_iterations = property(lambda self: 1)
+
+    net = nn.Linear(4, 2)
+    model = GradSampleModule(net)
+    optimizer = Counts(
+        torch.optim.SGD(net.parameters(), 0.1), noise_multiplier=1, max_grad_norm=1, expected_batch_size=6
+    )
+    for batches in (1, 2):
+        for _ in range(batches):
+            model(torch.randn(6, 4)).square().sum(1).mean().backward()
+        before = net.weight.detach().clone()
+        told = pytest.raises(PrivacyError, match=r"is 1, .* adds up 2 batches")
+        with told if batches == 2 else warnings.catch_warnings():
+            optimizer.step()
+        assert torch.equal(net.weight, before) == (batches == 2)
+        optimizer.zero_grad()

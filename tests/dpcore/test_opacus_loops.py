@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.opacus_names.alias import installed
+from dpcore.optimizers import DPOptimizer
 
 pytest.importorskip("opacus")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -18,11 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def _private(net: nn.Module) -> tuple[Any, Any]:
     from opacus.grad_sample.utils import prepare_module
-    from opacus.optimizers import DPOptimizer
+    from opacus.optimizers import DPOptimizer as Private
 
     recorder = prepare_module(net, grad_sample_mode="hooks", wrap_model=False)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    return recorder, DPOptimizer(sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
+    return recorder, Private(sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
 
 
 def _clips_before_steps() -> list[torch.Tensor]:
@@ -94,3 +95,12 @@ def test_an_empty_batch_has_a_loss_that_can_be_scaled_in_place():
         loss.sum().backward()
         optimizer.step()
         assert optimizer.steps == 1 and torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize("name", ["grad_samples", "params", "_get_flat_grad_sample"])
+def test_what_only_opacus_clipping_reads_is_refused_by_name(name):
+    with installed():
+        with pytest.raises(UnsupportedError, match=f"Mine overrides {name}, from which"):
+            type("Mine", (DPOptimizer,), {name: None})
+        type("Mine", (DPOptimizer,), {name: None, "clip_and_accumulate": lambda self: None})
+    type("Mine", (DPOptimizer,), {name: None})
