@@ -279,7 +279,7 @@ $(DEPENDENTS_READY): tests/requirements-dependents.txt tests/requirements-depend
 	@echo "==> Setting up the environment with what is built on Opacus in $(DEPENDENTS)"
 	$(PYTHON) -m venv $(DEPENDENTS)
 	$(DEPENDENTS)/bin/python $(PIP) -r tests/requirements-dependents.txt
-	$(DEPENDENTS)/bin/python $(PIP) --no-deps -r tests/requirements-dependents-alone.txt
+	$(DEPENDENTS)/bin/python $(PIP) --no-deps --ignore-requires-python -r tests/requirements-dependents-alone.txt
 	@touch $@
 
 docs: $(READY) $(DOCS_READY)  ## one site: pages with search, tutorials, dpcore's API, report, dashboard: build/site/index.html

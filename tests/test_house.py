@@ -80,12 +80,14 @@ class Size:
 # Dpcore by 37 and tests by 27 for a newcomer's mistakes with units and samplers, a sentence each. Tests by 29 for the
 # section on units of several rows of the matrix of architectures. Dpcore by 19 and tests by 4 for the look of the page
 # about a run's privacy; tests by 13 for riskcal's rates of attacks.
+# own, and noise by "rdp"; by 45 for clip_grad_norm_ before a step and overrides that do nothing. Tests by 158 for
+# these and for generators of samplers, for which, and for counts of batches, dpcore grew by 33.
 LIMITS = {
     "harness": Size(lines=39_045, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_388, long_classes=0, long_files=0),
-    "dpcore/opacus_names": Size(lines=1_169, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_421, long_classes=0, long_files=0),
+    "dpcore/opacus_names": Size(lines=1_214, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=57_018, long_classes=0, long_files=16),
+    "tests": Size(lines=57_177, long_classes=0, long_files=16),
 }
 
 

@@ -81,7 +81,7 @@ class AbstractGradSampleHooks:
         self._structure = Structure(m, self.trained)
         self._waiting = WaitingBatches(self._names, kept=ordinary_grad)
         mean, params = loss_reduction == "mean", [*self.trained.values()]
-        self.ordinary_gradients = self._gradients_kind(params, mean, self._waiting)
+        self.ordinary_gradients = self._gradients_kind(params, mean)
         self.losses = LossCheck(loss_reduction, group)
         self._backward_passes = BackwardPasses(
             loss_reduction, self.losses, self._waiting, self.ordinary_gradients if ordinary_grad else None, group
@@ -151,8 +151,8 @@ class AbstractGradSampleHooks:
     def _run_empty(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an empty batch, from which nothing flows back to the parameters and which yet is a step.
 
-        Its outputs are the graph's ends. (Sharded modules take the other way: their ranks gather parameters in the
-        backward pass, too.)
+        Its outputs come from ends of the graph alone. (Sharded modules take the other way: their ranks gather
+        parameters in the backward pass, too.)
         """
         output = outputs_of_none(self._module, call, args, kwargs)
         noted = self._note_empty()
@@ -167,8 +167,9 @@ class AbstractGradSampleHooks:
         leaves, structure = flatten(output)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                leaves[i] = leaf.detach().requires_grad_()
-                leaves[i].register_hook(arrived)
+                end = leaf.detach().requires_grad_()
+                end.register_hook(arrived)
+                leaves[i] = end.clone()  # which may be changed in place: a loss that is scaled
         return unflatten(structure, leaves)
 
     def _note_empty(self) -> Any:

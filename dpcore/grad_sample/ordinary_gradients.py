@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from dpcore.grad_sample.backward_pass import Iteration
-from dpcore.grad_sample.waiting import WaitingBatches
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.planner import choose
 from dpcore.tape.uses import in_units
@@ -21,14 +21,13 @@ class OrdinaryGradients:
     Any other in ``p.grad`` is an ordinary one, of an operation that no rule has seen.
     """
 
-    def __init__(self, params: list[Parameter], mean_loss: bool, waiting: WaitingBatches) -> None:
+    def __init__(self, params: list[Parameter], mean_loss: bool) -> None:
         self._params = params
         self._mean_loss = mean_loss
-        self._waiting = waiting
         self._known: dict[Parameter, tuple[Tensor, int]] = {}
         """Gradients that were formed or released, and their versions."""
-        self._ordinary: set[Parameter] = set()
-        """Parameters in whose p.grad is the ordinary gradient of a batch, formed here."""
+        self._formed: dict[Parameter, Tensor] = {}
+        """Copies of the ordinary gradients in p.grad, which a loop may write to in place: clip_grad_norm_ does."""
 
     @torch.no_grad()
     def form(self, iteration: Iteration) -> None:
@@ -42,11 +41,10 @@ class OrdinaryGradients:
             before = iteration.ordinary.get(param)
             iteration.ordinary[param] = total
             added = (total if before is None else total - before).to(param.dtype)
-            param.grad = added if param.grad is None else param.grad + added
-            self._ordinary.add(param)
+            self._formed[param] = added if param.grad is None else param.grad + added
+            param.grad = self._formed[param].clone()
             self.own(param)
 
-    @torch.no_grad()
     def _sums(self, iteration: Iteration) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield every parameter and Σ_i g_i, divided by the batch's length for a mean loss.
 
@@ -55,11 +53,14 @@ class OrdinaryGradients:
         size = iteration.batch_size
         weight = 1.0 / max(size, 1) if self._mean_loss else float(iteration.group)
         choices = {choice.param: choice for choice in choose(in_units(iteration.uses, iteration.group))}
+        weights: dict[Any, Tensor] = {}
         for param in self._params:
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            total = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            kind = torch.promote_types(param.dtype, torch.float32), param.device
+            total = torch.zeros(param.shape, dtype=kind[0], device=kind[1])
             if param in choices:
-                weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
+                if kind not in weights:
+                    weights[kind] = torch.full((size,), weight, dtype=kind[0], device=kind[1])
+                weighted_sum(choices[param], weights[kind], total)
             yield param, total
 
     def own(self, param: Parameter) -> None:
@@ -69,37 +70,30 @@ class OrdinaryGradients:
 
     def release(self, param: Parameter) -> None:
         """Record that ``param.grad`` is what a private step releases."""
-        self._ordinary.discard(param)
+        self._formed.pop(param, None)
         self.own(param)
 
     def is_released(self, param: Parameter) -> bool:
         """Return whether ``param.grad`` is none, or a released gradient as it was released."""
-        return param.grad is None or (param not in self._ordinary and self.owns(param))
+        return param.grad is None or (param not in self._formed and self.owns(param))
 
     def owns(self, param: Parameter) -> bool:
         """Return whether ``param.grad`` is none, or has the values that it had when :meth:`own` was called."""
         if param.grad is None or self._is_as_known(param):
             return True
-        if self.formed(param) and param in self._ordinary:
-            self._own_what_is_as_formed()
-        return self._is_as_known(param)
+        formed = self.as_formed(param)
+        if formed is None or not torch.equal(param.grad, formed):
+            return False
+        self.own(param)  # clip_grad_norm_ that clips nothing multiplies by 1; who logs the norm calls it so
+        return True
+
+    def as_formed(self, param: Parameter) -> Tensor | None:
+        """Return the ordinary gradient that was formed in ``p.grad``, as it was; None where another one is there."""
+        return self._formed.get(param) if self.formed(param) else None
 
     def _is_as_known(self, param: Parameter) -> bool:
         grad, version = self._known.get(param, (None, 0))
         return grad is not None and param.grad is grad and grad._version == version
-
-    def _own_what_is_as_formed(self) -> None:
-        """Own ordinary gradients that were written in place and have the values that were formed.
-
-        clip_grad_norm_ that clips nothing multiplies by 1; who logs the norm calls it so.
-        """
-        formed: dict[Parameter, Tensor] = {}
-        for iteration in self._waiting.passes:
-            for param, total in self._sums(iteration):
-                formed[param] = formed[param] + total.to(param.dtype) if param in formed else total.to(param.dtype)
-        for param in self._ordinary & formed.keys():
-            if self.formed(param) and torch.equal(param.grad, formed[param]):  # type: ignore[arg-type]
-                self.own(param)
 
     def formed(self, param: Parameter) -> bool:
         """Return whether ``param.grad`` was formed or released here, whatever has become of it since."""
@@ -108,6 +102,7 @@ class OrdinaryGradients:
     def clear(self) -> None:
         """Forget all gradients."""
         self._known.clear()
+        self._formed.clear()
 
 
 class LoopsGradients(OrdinaryGradients):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from dpcore.arguments import check_number
+from dpcore.errors import UnsupportedError
 from dpcore.secret_seeds import check_seed, draw_seed
 
 MANY_STEPS = 1 - 1e-12
@@ -69,6 +70,8 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         ValueError: there is no example, or a number is out of its range.
     """
 
+    _generator: torch.Generator | None = None
+
     def __init__(
         self,
         *,
@@ -95,7 +98,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.secure = secure
         self.max_batch_size = _checked_most(max_batch_size)
         self.drawn = 0
-        self._generator: torch.Generator | None = generator
+        self._generator = generator
         self._left = 0
         self._resumed: int | None = None
 
@@ -109,10 +112,29 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
 
     @property
     def generator(self) -> torch.Generator:
-        """A generator for a subclass that draws its batches by itself: of the seed at first, and then going on."""
+        """A generator for a subclass that draws its batches by itself: of the seed at first, and then going on.
+
+        Such a subclass may set it, and need not have called ``__init__``; None is one of a secret seed.
+
+        Raises:
+            UnsupportedError: it was set, and the class draws lists that are functions of the seed.
+        """
         if self._generator is None:
+            if "seed" not in vars(self):
+                draw_seed(self)
             self._generator = torch.Generator().manual_seed(self.seed % 2**63)
         return self._generator
+
+    @generator.setter
+    def generator(self, generator: torch.Generator | None) -> None:
+        own = [kind for kind in type(self).__mro__ if not kind.__module__.startswith(("dpcore.", "torch."))]
+        if not any({"__iter__", "draw"} & vars(kind).keys() for kind in own):
+            raise UnsupportedError(
+                f"The generator of a {type(self).__name__} was set, whose lists are functions of its seed: it would "
+                "draw nothing. Pass generator= or seed= when the sampler is built; or override __iter__(), and draw "
+                "from self.generator there."
+            )
+        self._generator = generator
 
     @property
     def kind(self) -> str:
@@ -132,7 +154,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         """Make ready for an iteration."""
 
     def __len__(self) -> int:
-        return self.steps
+        return self.steps if "steps" in vars(self) else steps_per_epoch(self.sample_rate)
 
     def __iter__(self) -> Iterator[list[int]]:
         rounds, self._resumed = (self._resumed or self.steps), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
 from dpcore.data_loader import DPDataLoader
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer
 from dpcore.utils.batch_memory_manager import BatchMemoryManager, PiecewiseLoader
@@ -138,6 +139,35 @@ def _check_skip_next_step(optimizer: DPOptimizer, pop_next: bool = True) -> bool
     return optimizer.logical_batch.unfinished if pop_next else optimizer.logical_batch.goes_on
 
 
+@torch.no_grad()
+def _own_clipped(optimizer: DPOptimizer) -> bool:
+    """Own ordinary gradients that were multiplied by one number, with a warning; False where they were not."""
+    gradients = optimizer.module.ordinary_gradients
+    changed = [p for p in optimizer.accumulator.parameters.values() if not gradients.owns(p)]
+    pairs = [(p.grad, formed) for p in changed if p.grad is not None and (formed := gradients.as_formed(p)) is not None]
+    if len(pairs) < len(changed) or sum(p.numel() for p in changed) < 2:  # one number is a multiple of any other
+        return False
+    now, then = ([pair[k] for pair in pairs] for k in range(2))
+    lengths, before = (torch.stack(torch._foreach_norm(of)).tolist() for of in (now, then))
+    share = math.hypot(*lengths) / (math.hypot(*before) or math.inf)
+    if not 0.0 < share <= 1.0:
+        return False
+    rest = torch.stack(torch._foreach_norm(torch._foreach_sub(now, torch._foreach_mul(then, share)))).tolist()
+    close = max(1e-4, *(4 * torch.finfo(grad.dtype).eps for grad in now))
+    if not all(far <= close * length for far, length in zip(rest, lengths, strict=True)):
+        return False
+    for param in changed:
+        gradients.own(param)
+    if "_clip_was_told" not in vars(optimizer):
+        vars(optimizer)["_clip_was_told"] = True
+        warn_caller(
+            "p.grad was multiplied by a number since backward(), as clip_grad_norm_ does. That has no effect: step() "
+            "replaces it by the noisy sum of gradients that it clips to max_grad_norm example by example. Leave the "
+            "call out, in transformers' TrainingArguments by max_grad_norm=0."
+        )
+    return True
+
+
 class _Queue(list[bool]):
     """The signals that are waiting, to be looked at: a loop that takes them out would change which piece is whose."""
 
@@ -148,6 +178,19 @@ class _Queue(list[bool]):
         )
 
     pop = remove = append = insert = extend = clear = __setitem__ = __delitem__ = __iadd__ = _refuse  # type: ignore[assignment]
+
+
+def _refuse_overrides(kind: type[DPOptimizer]) -> None:
+    """UnsupportedError where a class overrides what only Opacus' clipping reads, and has no clipping of its own."""
+    if not kind.clip_and_accumulate.__module__.startswith("dpcore."):
+        return
+    for name in ("grad_samples", "params", "_get_flat_grad_sample"):
+        if name in vars(kind):
+            raise UnsupportedError(
+                f"{kind.__name__} overrides {name}, from which dpcore's clipping reads nothing: it would do nothing. "
+                "Change p.grad_sample behind backward(), leave parameters out of the optimizer, or override "
+                "clip_and_accumulate()."
+            )
 
 
 class _Unset:
@@ -171,6 +214,8 @@ OF_OPTIMIZERS = {
         _refuse_to_set("_step_skip_queue", "call signal_skip_step(), or discard(), which empties it"),
     ),
     "_check_skip_next_step": _check_skip_next_step,
+    "owns_changed": _own_clipped,
+    "__init_subclass__": classmethod(_refuse_overrides),
     "generator": _Unset(lambda of: None),
     "secure_mode": _Unset(lambda of: isinstance(of.noise, SecureNoise)),
 }

@@ -97,7 +97,7 @@ def check_unchanged(optimizer: Any) -> None:
 def check_no_ordinary_gradient(optimizer: Any) -> None:
     """PrivacyError where a parameter has a gradient that is not of recorded examples."""
     for name, param in optimizer.accumulator.parameters.items():
-        if optimizer.module.ordinary_gradients.owns(param):
+        if optimizer.module.ordinary_gradients.owns(param) or optimizer.owns_changed():
             continue
         if not optimizer.module._module.training:
             raise PrivacyError(
@@ -156,6 +156,16 @@ def _dealt(run: Any) -> Any:
         return None
     is_followed = run.ledger is not None and run.ledger.checks
     return run.loader.sampler_state.seed, run.loader.where if is_followed else None
+
+
+def check_count(optimizer: Any) -> None:
+    """PrivacyError where a subclass tells another number of batches than the step adds up, by which it is counted."""
+    told, batches = optimizer.accumulated_iterations, max(1, optimizer.logical_batch.batches)
+    if told != batches:
+        raise PrivacyError(
+            f"{type(optimizer).__name__}.accumulated_iterations is {told}, and the step adds up {batches} "
+            f"batch{'es' if batches > 1 else ''}: epsilon would be that of other steps. Leave the override out."
+        )
 
 
 def see_division(module: AbstractGradSampleHooks, k: int) -> None:

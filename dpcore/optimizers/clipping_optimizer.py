@@ -173,6 +173,10 @@ class ClippingOptimizer(OptimizerWrapper):
         given = self.module.given
         self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, given)
 
+    def owns_changed(self) -> bool:
+        """Return whether ordinary gradients that were changed by hand are replaced by the step's, not refused."""
+        return False
+
     def _use_own_clipping(self) -> None:
         """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""
         self.summed.check_whole(own=True)

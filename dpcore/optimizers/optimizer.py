@@ -237,6 +237,7 @@ class DPOptimizer(ClippingOptimizer):
                 self._use_own_clipping()
             if self.logical_batch.unfinished:
                 return False
+            checks.check_count(self)
             checks.see_division(self.module, self.accumulated_iterations)
             if self.ranks is not None:
                 checks.check_ranks(self, self.ranks)

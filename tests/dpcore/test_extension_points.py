@@ -13,6 +13,7 @@ from dpcore import DPDataLoader, GradSampleModule, PrivacyEngine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
+from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -185,3 +186,53 @@ def test_what_subclasses_read_of_their_bases():
 
     with warnings.catch_warnings(), pytest.raises(AttributeError, match=r"has not called super\(\).__init__\(\)"):
         Unmade(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+
+
+class Weighted(UniformWithReplacementSampler):
+    """A sampler as others write it, which draws by itself and does not call its base's ``__init__``."""
+
+    def __init__(self, generator=None):
+        self.num_samples, self.sample_rate, self.generator = 6, 0.5, generator
+
+    def __iter__(self):
+        for _ in range(2):
+            yield (torch.rand(self.num_samples, generator=self.generator) < self.sample_rate).nonzero()[:, 0].tolist()
+
+
+def test_a_sampler_that_draws_by_itself_may_set_its_generator():
+    given = torch.Generator().manual_seed(3)
+    sampler = Weighted(given)
+    assert sampler.generator is given and [*sampler] == [*Weighted(torch.Generator().manual_seed(3))] != [*sampler]
+    torch.manual_seed(3)
+    secret = Weighted()
+    torch.manual_seed(3)
+    assert (
+        secret.generator is secret.generator and secret.generator.initial_seed() != Weighted().generator.initial_seed()
+    )
+
+
+@pytest.mark.parametrize("kind", [UniformWithReplacementSampler, type("Mine", (UniformWithReplacementSampler,), {})])
+def test_a_generator_that_would_draw_nothing_is_refused(kind):
+    sampler = kind(num_samples=6, sample_rate=0.5)
+    with pytest.raises(UnsupportedError, match=rf"generator of a {kind.__name__} was set.*Pass generator= or seed="):
+        sampler.generator = torch.Generator()
+
+
+def test_an_optimizer_that_tells_another_number_of_batches_is_refused():
+    class Counts(DPOptimizer):
+        accumulated_iterations = property(lambda self: 1)
+
+    net = nn.Linear(4, 2)
+    model = GradSampleModule(net)
+    optimizer = Counts(
+        torch.optim.SGD(net.parameters(), 0.1), noise_multiplier=1, max_grad_norm=1, expected_batch_size=6
+    )
+    for batches in (1, 2):
+        for _ in range(batches):
+            model(torch.randn(6, 4)).square().sum(1).mean().backward()
+        before = net.weight.detach().clone()
+        told = pytest.raises(PrivacyError, match=r"is 1, .* adds up 2 batches")
+        with told if batches == 2 else warnings.catch_warnings():
+            optimizer.step()
+        assert torch.equal(net.weight, before) == (batches == 2)
+        optimizer.zero_grad()
