@@ -178,6 +178,7 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     kept = resident.now()
     loaded = min(loaded, kept)  # some (TensorFlow) let go of the data's original only in their next call
     resident.reset_peak()
+    sent = resident.sent()
     for indices, mask in batches:
         m.adapter.step(indices, mask)
         m.adapter.synchronize()
@@ -189,6 +190,8 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
         resident.GROWTH_WITH_COMPILE: max(0, peak - loaded, peak_of_warm_up - loaded),
         resident.KEPT_AFTER_WARM_UP: max(0, kept - loaded),
     }
+    if request.world_size > 1:
+        memory[resident.SENT] = (resident.sent() - sent) // len(batches)
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
     result: dict[str, Any] = {"state": "ok", "memory": memory}
