@@ -12,7 +12,6 @@ from dpcore import PrivacyEngine, native
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel
 from dpcore.errors import UnsupportedError
 from frameworks._shared.torch import models as torch_models
-from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.ranks import Rank, shard
 from harness.contract import Setting, Unsupported
 from harness.tasks import Task
@@ -20,8 +19,6 @@ from harness.tasks import Task
 
 class Ranked(Rank):
     """The wrapped model and the optimiser between the lines of an ordinary loop."""
-
-    optimizers = optimizers.NAMES
 
     def __init__(self, parallel: str) -> None:
         """``parallel``: ``ddp`` or ``fsdp2``."""
@@ -39,11 +36,10 @@ class Ranked(Rank):
         self.losses = torch_models.loss_fn(task)
         is_sharded = self.parallel == "fsdp2"
         module = shard(self.model) if is_sharded else DifferentiallyPrivateDistributedDataParallel(self.model)
-        trained = torch_models.trained_parameters(self.model)
         try:
             self.wrapped, self.private, _ = PrivacyEngine(seed=setting.seed).make_private(
                 module=module,
-                optimizer=optimizers.make(trained, setting, of_sum=False),
+                optimizer=self.optimizer_of(),
                 # The harness draws the batches: of the loader only its length is used.
                 data_loader=DataLoader(TensorDataset(torch.zeros(setting.dataset_size)), setting.batch_size),
                 noise_multiplier=setting.noise_multiplier,

@@ -15,7 +15,6 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 
 from frameworks._shared.torch import models as torch_models
-from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.ranks import Rank
 from frameworks.opacus.criterion import Criterion
 from harness.contract import Setting, Unsupported
@@ -25,7 +24,6 @@ from harness.tasks import Task, TiedHead
 class Ranked(Rank):
     """The pieces that ``PrivacyEngine.make_private`` puts together for several processes, with its B over the ranks."""
 
-    optimizers = optimizers.NAMES
     own_modules = torch_models.Own(lstm=DPLSTM, table=torch.nn.Embedding, views=False)
 
     def __init__(self, parallel: str) -> None:
@@ -46,7 +44,7 @@ class Ranked(Rank):
         extra = {"max_grad_norm": setting.max_grad_norm} if self.is_sharded else {}
         self.wrapped = wrap_model(module, mode, batch_first=True, loss_reduction="mean", **extra)
         self.optimizer = get_optimizer_class("flat", distributed=True, grad_sample_mode=mode)(
-            optimizers.make(torch_models.trained_parameters(self.model), setting, of_sum=False),
+            self.optimizer_of(),
             noise_multiplier=setting.noise_multiplier,
             max_grad_norm=setting.max_grad_norm,
             expected_batch_size=setting.batch_size / dist.get_world_size(),

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from frameworks._shared.torch import models as torch_models
-from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.ranks import Rank, shard
 from harness.contract import Setting, Unsupported
 from harness.tasks import Task
@@ -17,8 +16,6 @@ from harness.tasks import Task
 
 class Ranked(Rank):
     """Every rank's gradient of its share's summed losses; the ranks' mean, times their number, over B."""
-
-    optimizers = optimizers.NAMES
 
     def __init__(self, parallel: str) -> None:
         """``parallel``: ``ddp`` or ``fsdp2``."""
@@ -31,7 +28,7 @@ class Ranked(Rank):
         self.model = self.network(initial)
         self.losses = torch_models.loss_fn(task)
         self.wrapped = shard(self.model) if self.parallel == "fsdp2" else DistributedDataParallel(self.model)
-        self.optimizer = optimizers.make(torch_models.trained_parameters(self.model), setting, of_sum=False)
+        self.optimizer = self.optimizer_of()
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         x, y = self.batch(self.share(indices))

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Memory, Setting, Unsupported
 from harness.tasks import Task
@@ -39,11 +40,19 @@ END_SECONDS = 10.0
 class Rank(TorchAdapter):
     """One process's part: ``build`` and ``step`` are called on all ranks, with the same arguments."""
 
+    optimizers = optimizers.NAMES
     memory_format = torch.contiguous_format  # FSDP2 takes no other one
 
     def share(self, indices: np.ndarray) -> np.ndarray:
         """This rank's rows of a batch, dealt by position, so that no two ranks' shares differ by more than one."""
         return indices[dist.get_rank() :: dist.get_world_size()]
+
+    def optimizer_of(self) -> torch.optim.Optimizer:
+        """The setting's, over this rank's part of the trained parameters."""
+        made = optimizers.make(torch_models.trained_parameters(self.model), self.setting, of_sum=False)
+        if isinstance(made, torch.optim.SGD):
+            made.param_groups[0]["fused"] = False  # torch 2.13 knows no fused SGD of shards
+        return made
 
     def synchronize(self) -> None:
         """Return when all ranks have done their work."""
