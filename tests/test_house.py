@@ -75,10 +75,10 @@ class Size:
 # one that clips example after example, which takes a twenty-fifth.
 # Dpcore by 330 and tests by 370 for noise that is correlated over steps; the room of names by 29 for a step of one's
 # own, and noise by "rdp".
-# Harness by 167, frameworks by 395 and tests by 227 for cells of several processes: a world size in cell, plan, gate and clock, one
-# helper that starts ranks, and DDP and FSDP2 of dpcore, Opacus and PyTorch.
+# Harness by 168, frameworks by 395 and tests by 227 for cells of several processes: a world size in cell, plan, gate
+# and clock, one helper that starts ranks, and DDP and FSDP2 of dpcore, Opacus and PyTorch.
 LIMITS = {
-    "harness": Size(lines=39_212, long_classes=0, long_files=5),
+    "harness": Size(lines=39_213, long_classes=0, long_files=5),
     "dpcore": Size(lines=33_280, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_169, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_418, long_classes=0, long_files=0),

@@ -42,7 +42,8 @@ BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
 
 TIMEOUT_SECONDS = 900.0
-"""Longest time of a gate, in seconds; a run's own limit counts where it is shorter."""
+"""Longest time of a gate, in seconds; a run's own limit counts where it is shorter. Of several processes as many
+times as they are: they exchange what they have in each of the gate's thousand steps."""
 NOISE_MULTIPLIER = 1.1
 DELTA = 1e-5
 
@@ -192,7 +193,7 @@ def judge(
         reference=str(truth),
         budget=budget,
     )
-    longest = min(TIMEOUT_SECONDS, limits.timeout_seconds)
+    longest = min(TIMEOUT_SECONDS, limits.timeout_seconds) * contestant.world_size
     result = executor.run(request, replace(limits, timeout_seconds=longest), lambda event: None)
     verdict = _verdict(result, key, twin)
     if verdict.state == "ok":
