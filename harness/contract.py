@@ -21,6 +21,8 @@ class Unsupported(Exception):
     """Raised by an adapter that cannot do what is asked; the message is the reason and becomes the record's state."""
 
 
+PARALLEL = {"ddp": "DDP", "fsdp2": "FSDP2"}
+"""Ways of training in several processes, with their titles: a copy of the weights in each, or a share of them."""
 NO_OWN_LOOP = "has no loop of its own, so there is nothing to run as shipped."
 
 
@@ -44,6 +46,7 @@ class Setting:
             norms, clipped sums, noise and the optimizer are float32 whatever it is.
         padded_sizes: the lengths of index lists that a variant with ``static_shapes`` may get, in examples.
         optimizer: what turns the gradient of a step into an update, with its constants.
+        world_size: processes that train together, for variants that declare ``parallel``; ``threads`` are of each.
     """
 
     variant: str
@@ -59,6 +62,7 @@ class Setting:
     precision: str = FLOAT32
     padded_sizes: tuple[int, ...] = ()
     optimizer: Optimizer = PLAIN
+    world_size: int = 1
 
     @property
     def sample_rate(self) -> float:

@@ -82,12 +82,14 @@ class Size:
 # about a run's privacy; tests by 13 for riskcal's rates of attacks.
 # own, and noise by "rdp"; by 45 for clip_grad_norm_ before a step and overrides that do nothing. Tests by 158 for
 # these and for generators of samplers, for which, and for counts of batches, dpcore grew by 33.
+# Harness by 168, frameworks by 395 and tests by 227 for cells of several processes: a world size in cell, plan, gate
+# and clock, one helper that starts ranks, and DDP and FSDP2 of dpcore, Opacus and PyTorch.
 LIMITS = {
-    "harness": Size(lines=39_045, long_classes=0, long_files=5),
+    "harness": Size(lines=39_213, long_classes=0, long_files=5),
     "dpcore": Size(lines=33_421, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_214, long_classes=0, long_files=0),
-    "frameworks": Size(lines=6_023, long_classes=0, long_files=0),
-    "tests": Size(lines=57_177, long_classes=0, long_files=16),
+    "frameworks": Size(lines=6_418, long_classes=0, long_files=0),
+    "tests": Size(lines=57_404, long_classes=0, long_files=16),
 }
 
 

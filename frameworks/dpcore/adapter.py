@@ -16,14 +16,19 @@ from dpcore.optimizers import DPOptimizer
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
-from harness.contract import Adapter, Setting, Unsupported
+from harness.contract import PARALLEL, Adapter, Setting, Unsupported
 from harness.tasks import Task
 
 
 def create(variant: str) -> Adapter:
     """``native``: with the kernels, as the wheel has them. ``engine``: pure torch, as the wheel without kernels is.
     ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile. ``loop``: what ``make_private``
-    hands out, in the loop that its users write."""
+    hands out, in the loop that its users write; ``ddp`` and ``fsdp2``: the same in several processes."""
+    if variant in PARALLEL:
+        from frameworks._shared.torch.ranks import Lead
+        from frameworks.dpcore.ranked import Ranked
+
+        return Lead(__file__, variant, Ranked(variant))
     if variant == "loop":
         return Loop()
     return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")

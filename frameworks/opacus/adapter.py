@@ -16,7 +16,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
-from harness.contract import Adapter, Setting, Unsupported
+from frameworks.opacus.criterion import Criterion
+from harness.contract import PARALLEL, Adapter, Setting, Unsupported
 from harness.tasks import FLOAT32, Task
 
 MIXED = ("hooks", "ghost", "functorch")
@@ -24,21 +25,14 @@ MIXED = ("hooks", "ghost", "functorch")
 
 
 def create(variant: str) -> Adapter:
-    """The adapter of ``variant``, one of Opacus' gradient modes: ``hooks``, ``functorch``, ``ew`` or ``ghost``."""
+    """The adapter of ``variant``, one of Opacus' gradient modes: ``hooks``, ``functorch``, ``ew`` or ``ghost``; or, in
+    several processes, ``ddp`` or ``fsdp2``."""
+    if variant in PARALLEL:
+        from frameworks._shared.torch.ranks import Lead
+        from frameworks.opacus.ranked import Ranked
+
+        return Lead(__file__, variant, Ranked(variant))
     return Opacus(variant)
-
-
-class _Criterion(torch.nn.Module):
-    """The task's loss with the attribute by which Opacus' ghost mode asks for single losses."""
-
-    def __init__(self, task: Task, reduction: str = "sum") -> None:
-        super().__init__()
-        self.losses = torch_models.loss_fn(task)
-        self.reduction = reduction
-
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        losses = self.losses(logits, labels)
-        return losses if self.reduction == "none" else getattr(losses, self.reduction)()
 
 
 class Opacus(TorchAdapter):
@@ -83,7 +77,7 @@ class Opacus(TorchAdapter):
             loss_reduction=divides,
             generator=torch.Generator(self.device).manual_seed(setting.seed),
         )
-        self.loss = _Criterion(task, reduction)
+        self.loss = Criterion(task, reduction)
         if self.mode == "ghost":
             self.loss = DPLossFastGradientClipping(self.wrapped, self.optimizer, self.loss, loss_reduction=reduction)
         self.own = None
@@ -124,14 +118,14 @@ class Opacus(TorchAdapter):
             module, optimizer, *criterion, loader = PrivacyEngine().make_private(
                 module=self.model,
                 optimizer=optimizers.make(torch_models.trained_parameters(self.model), self.setting, of_sum=False),
-                criterion=_Criterion(self.task, "mean"),
+                criterion=Criterion(self.task, "mean"),
                 data_loader=self.loader(self.order),
                 noise_multiplier=self.setting.noise_multiplier,
                 max_grad_norm=self.setting.max_grad_norm,
                 noise_generator=self.noise,
                 grad_sample_mode=self.mode,
             )
-            self.own = (module, *(criterion or [_Criterion(self.task, "mean")]), optimizer, loader)
+            self.own = (module, *(criterion or [Criterion(self.task, "mean")]), optimizer, loader)
         self.order.manual_seed(seed)
         self.noise.manual_seed(seed + 1)
         return self.train(*self.own)

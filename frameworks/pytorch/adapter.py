@@ -11,7 +11,7 @@ import torch
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import COMPILERS, PRECISIONS, TorchAdapter
-from harness.contract import Adapter, Setting, Unsupported
+from harness.contract import PARALLEL, Adapter, Setting, Unsupported
 from harness.tasks import Task
 
 # One graph per padded batch size, and the gate brings sizes of its own; the default of 8 would fall back to eager.
@@ -19,7 +19,12 @@ torch._dynamo.config.recompile_limit = 64
 
 
 def create(variant: str) -> Adapter:
-    """The adapter of ``variant``, ``eager`` or ``compiled``."""
+    """The adapter of ``variant``, ``eager`` or ``compiled``; or, in several processes, ``ddp`` or ``fsdp2``."""
+    if variant in PARALLEL:
+        from frameworks._shared.torch.ranks import Lead
+        from frameworks.pytorch.ranked import Ranked
+
+        return Lead(__file__, variant, Ranked(variant))
     return PyTorch(compiled=variant == "compiled")
 
 

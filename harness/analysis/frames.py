@@ -220,7 +220,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
 
 def section_of(r: Record, machine: str) -> dict[str, Any]:
     """Return the columns of SECTION."""
-    return dict(zip(SECTION, (machine, r.cell.device, r.cell.protocol, r.cell.isolation), strict=True))
+    return dict(zip(SECTION, (machine, r.cell.device, r.cell.protocol, r.cell.surroundings), strict=True))
 
 
 def origin_of(r: Record) -> dict[str, Any]:

@@ -46,10 +46,12 @@ def judge_all(
     threads: int | None,
     every_check: bool,
     as_json: bool,
+    several: tuple[tuple[int, ...], tuple[str, ...] | None] | None = None,
 ) -> int:
     """Exit code: 0 where every verdict is the expected one, 1 where one is not, 3 where there is none because a gate
     crashed or could not be installed. Expected is that a contestant passes, except where it declares the fault for
-    which it must be rejected (with ``mutants``: every wrong one is rejected)."""
+    which it must be rejected (with ``mutants``: every wrong one is rejected). ``several``: numbers of processes that
+    train together, and the ways in which they do (None: all); None: contestants of one process."""
     from rich.console import Console
 
     from harness.run.progress import Progress
@@ -68,7 +70,10 @@ def judge_all(
         raise BadInput("--mutants judges adapters of dpbench's tests; run it in a checkout of dpbench.")
     if mutants and frameworks:
         raise BadInput(f"--mutants judges all wrong adapters and no framework; leave out --frameworks {frameworks[0]}.")
-    contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)
+    if several is not None:
+        contestants = registry.ranked(frameworks, *several, hidden=mutants)
+    else:
+        contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)
     if mutants and tasks is None:
         pairs = [(c, next(t for t in MUTANT_TASKS if c.variant.why_unsupported(t) is None)) for c in contestants]
     else:

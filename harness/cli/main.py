@@ -19,7 +19,18 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import typer
 
 from harness.cli import standard_output, verbs
-from harness.cli.options import BAD_INPUT, FINDING, Device, Json, Names, Threads, names_of
+from harness.cli.options import (
+    BAD_INPUT,
+    FINDING,
+    Device,
+    Json,
+    Names,
+    Parallel,
+    Threads,
+    WorldSize,
+    integers,
+    names_of,
+)
 from harness.errors import BadInput
 
 DISTRIBUTION = "dpsgd-bench"
@@ -86,6 +97,8 @@ def gate(
     fresh: Annotated[bool, typer.Option(help="Judge again even where nothing has changed.")] = False,
     device: Device = "cpu",
     threads: Threads = None,
+    world_size: WorldSize = None,
+    parallel: Parallel = None,
     every_check: Annotated[bool, typer.Option("--all-checks", help="A row per check, not only one.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -95,9 +108,9 @@ def gate(
     """
     from harness.cli.gate import judge_all
 
-    raise typer.Exit(
-        judge_all(names_of(frameworks), names_of(tasks), mutants, fresh, device, threads, every_check, as_json)
-    )
+    named, sizes = names_of(frameworks), integers(world_size, "--world-size")
+    several = None if sizes is None else (sizes, names_of(parallel))
+    raise typer.Exit(judge_all(named, names_of(tasks), mutants, fresh, device, threads, every_check, as_json, several))
 
 
 @app.command("new-framework", short_help="Write the folder of a new contestant.")

@@ -28,6 +28,19 @@ Device = Annotated[str, typer.Option(help="Where contestants compute.", metavar=
 Isolation = Annotated[
     str, typer.Option(help="What keeps contestants apart; inprocess: for tests only.", metavar="venv|docker|inprocess")
 ]
+WorldSize = Annotated[
+    str | None,
+    typer.Option(
+        "--world-size",
+        help="Comma-separated numbers of processes that train together, over gloo: of contestants that can.",
+        metavar="NUMBERS",
+        show_default=False,
+    ),
+]
+Parallel = Annotated[
+    str | None,
+    typer.Option(help="How they do: copies, shards, or (default) both.", metavar="ddp,fsdp2", show_default=False),
+]
 Threads = Annotated[
     int | None,
     typer.Option(help="Threads and pinned cores per process; default all but one.", metavar="N", show_default=False),

@@ -55,6 +55,8 @@ def e2e(
     device: shared.Device = "cpu",
     isolation: shared.Isolation = "venv",
     threads: shared.Threads = None,
+    world_size: shared.WorldSize = None,
+    parallel: shared.Parallel = None,
     sigma: Annotated[
         float | None, typer.Option(help="Another noise multiplier than the protocol's.", metavar="SIGMA")
     ] = None,
@@ -79,14 +81,13 @@ def e2e(
     from harness.cli.outcome import carry_out, interim
     from harness.environments.choose import backend_of
     from harness.plan import e2e as plan
-    from harness.plan import registry
     from harness.run.e2e import Run, command_line
     from harness.run.pace import Pace
     from harness.run.remaining import about
     from harness.store.folder import RunFolder
 
     options = options_of(context.params)
-    contestants = registry.select(options.frameworks)
+    contestants = options.contestants()
     folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
     pace = Pace(minutes, interim(folder, as_json))
     run = Run(options, contestants, folder, command_line(), backend_of(isolation, device, any_image=any_image), pace)
@@ -122,6 +123,8 @@ def options_of(given: Mapping[str, Any]) -> Options:
         tasks=names_of(given["tasks"]),
         frameworks=names_of(given["frameworks"]),
         batch_sizes=integers(given["batch_sizes"], "--batch-sizes"),
+        world_size=integers(given["world_size"], "--world-size"),
+        parallel=names_of(given["parallel"]),
         timeout_seconds=given["timeout"],
         memory_limit_bytes=limits.from_gibibytes(given["memory_limit"], "--memory-limit"),
         **{name: given[name] for name in same.split()},

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from harness.environments.unavailable import Unavailable
-from harness.store.record import GPU, Energy
+from harness.store.energy import GPU, Energy
 from harness.worker.clock import DISTURBED_SHARE, ForeignLoad
 from harness.worker.result import Result
 
@@ -154,7 +154,7 @@ class Meter:
                 self.joules[name] = self.joules.get(name, 0.0) + after[name] - self._before[name]
 
     def said(self) -> dict[str, Any]:
-        """Return what :class:`harness.store.record.Energy` has of the stretches."""
+        """Return what :class:`harness.store.energy.Energy` has of the stretches."""
         joules = {name: value for name, value in self.joules.items() if name not in self.faults}
         return {
             "joules": joules,

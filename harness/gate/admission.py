@@ -42,7 +42,8 @@ BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
 
 TIMEOUT_SECONDS = 900.0
-"""Longest time of a gate, in seconds; a run's own limit counts where it is shorter."""
+"""Longest time of a gate, in seconds; a run's own limit counts where it is shorter. Of several processes as many
+times as they are: they exchange what they have in each of the gate's thousand steps."""
 NOISE_MULTIPLIER = 1.1
 DELTA = 1e-5
 
@@ -184,14 +185,15 @@ def judge(
         learning_rate=known_task(task).learning_rate,
         delta=DELTA,
         device=device,
-        threads=threads,
+        threads=threads * contestant.world_size,
+        world_size=contestant.world_size,
         initial_seed=0,
         batch_seed=0,
         noise_seed=1,
         reference=str(truth),
         budget=budget,
     )
-    longest = min(TIMEOUT_SECONDS, limits.timeout_seconds)
+    longest = min(TIMEOUT_SECONDS, limits.timeout_seconds) * contestant.world_size
     result = executor.run(request, replace(limits, timeout_seconds=longest), lambda event: None)
     verdict = _verdict(result, key, twin)
     if verdict.state == "ok":

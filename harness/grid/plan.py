@@ -11,7 +11,6 @@ from typing import Any
 
 from harness.errors import BadInput
 from harness.plan import e2e
-from harness.plan import registry as contestants
 from harness.plan.e2e import Options
 from harness.run.e2e import depends_on
 from harness.store import folder as store
@@ -90,7 +89,7 @@ def make(words: Sequence[str], options_of: Callable[[Sequence[str]], Options], c
     for task, sizes in whole.batch_sizes.items():
         for size in sizes:
             options = options_of([*words, *block(task, size)])
-            chosen = contestants.select(options.frameworks)
+            chosen = options.contestants()
             hashes = {one.name: (one.framework.adapter_hash, one.framework.lock_hash) for one in chosen}
             jobs = e2e.jobs(options, chosen)
             name = name_of(depends_on(options, hashes))

@@ -343,7 +343,7 @@ def _result(cell: Cell, **fields: Any) -> CellResult:
         batch_size=cell.batch_size,
         protocol=cell.protocol,
         device=cell.device,
-        isolation=cell.isolation,
+        isolation=cell.surroundings,
         **fields,
     )
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from harness.errors import BadInput, did_you_mean
 from harness.plan import protocol as protocols
+from harness.plan import registry
 from harness.plan.protocol import Protocol
 from harness.plan.registry import Contestant
 from harness.store.record import Cell, Purpose
@@ -25,7 +26,8 @@ class Options:
     measured; ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``:
     how often a disturbed measurement is made again. ``time`` False: only the processes that measure peak memory.
     ``more_rounds``: further rounds of tasks whose processes are short, after the ``rounds`` of all. ``small_gate``:
-    judge modern tasks by small networks of the same structure."""
+    judge modern tasks by small networks of the same structure. ``world_size``: numbers of processes that train
+    together; empty: contestants of one process; ``parallel``: only those that train in these ways."""
 
     tasks: tuple[str, ...]
     frameworks: tuple[str, ...] | None
@@ -48,6 +50,14 @@ class Options:
     repeats: int = 1
     more_rounds: Mapping[str, int] = field(default_factory=dict)
     small_gate: bool = False
+    world_size: tuple[int, ...] = ()
+    parallel: tuple[str, ...] | None = None
+
+    def contestants(self) -> list[Contestant]:
+        """Return who takes part; raises :class:`BadInput` for a name that does not exist."""
+        if not self.world_size:
+            return registry.select(self.frameworks)
+        return registry.ranked(self.frameworks, self.world_size, self.parallel)
 
     def rounds_of(self, task: str) -> int:
         """Return processes of each of the task's cells."""
@@ -71,7 +81,7 @@ class Planned(Generic[AContestant]):
     def name(self) -> str:
         """Unique in a plan."""
         cell = self.cell
-        what = cell.contestant if cell.passes is None else f"{cell.contestant}.{cell.passes}"
+        what = cell.runner if cell.passes is None else f"{cell.runner}.{cell.passes}"
         return f"{cell.layer or cell.task}.{what}.b{cell.batch_size}.r{self.round}.{self.purpose}"
 
 
@@ -181,6 +191,10 @@ def preset(name: str, **changes: Any) -> Options:
     sizes = changes.pop("batch_sizes", None)
     fallback = base.batch_sizes.get(base.tasks[0], (64,))
     changes = {key: value for key, value in changes.items() if value is not None}
+    if "world_size" in changes and "frameworks" not in changes:
+        base = replace(base, frameworks=None)  # the preset's are of one process
+    if "parallel" in changes and "world_size" not in changes:
+        raise BadInput("--parallel says how several processes train together: say how many by --world-size 1,2.")
     if "subset" in changes and "budget_seconds" in changes:
         raise BadInput("--subset and --budget-seconds both say how much of an epoch is timed: choose one of them.")
     chosen = changes.get("protocol", base.protocol)
@@ -382,6 +396,8 @@ def cell_of(options: Options, contestant: Contestant, task: str, batch_size: int
         protocol=protocols.load(options.protocol).label,
         device=options.device,
         isolation=options.isolation,
+        parallel=contestant.variant.parallel,
+        world_size=contestant.world_size if contestant.variant.parallel else None,
     )
 
 

@@ -7,14 +7,16 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote
 
+from harness.contract import PARALLEL
 from harness.errors import BadInput, did_you_mean
 from harness.paths import ROOT
 from harness.worker import machine
+from harness.worker.request import name_of
 
 EXTRA_FOLDERS = "DPBENCH_FRAMEWORKS"
 """Environment variable: more folders of framework folders, separated like PATH."""
@@ -27,6 +29,7 @@ LAYER_FILES = ("layers.py", "layers.toml")
 TASK_FILES = ("network.py", "architectures.py", "optimizer.py", "task.py", "tasks.py")
 """Lies in another tree, and says where its tasks are."""
 
+MOST_RANKS = 64
 OWN_SAMPLING = ("poisson", "shuffled", "fixed")
 EVERY_TASK = "every-task"
 
@@ -46,7 +49,8 @@ class Variant:
 
     ``own_sampling``: how the library's own loop (:meth:`Adapter.epoch`) draws its batches, one of OWN_SAMPLING; None
     where it has no loop of its own. ``own_replays``: whether that loop makes the same weights again for the same seed.
-    ``twin``: the contestant that does the same without DP, as ``framework-variant``.
+    ``twin``: the contestant that does the same without DP, as ``framework-variant``. ``parallel``: how several
+    processes train together, one of PARALLEL; such a variant runs where its name or a world size asks for it.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Variant:
     twin: str | None = None
     own_sampling: str | None = None
     own_replays: bool = True
+    parallel: str | None = None
     unsupported: dict[str, str] = field(default_factory=dict)
     supported: list[str] = field(default_factory=list)
     expected_rejection: dict[str, str] = field(default_factory=dict)
@@ -216,6 +221,11 @@ def load(folder: Path, root: Path = ROOT) -> Framework:
                 f"{path}: variant {variant.name} has own_sampling {variant.own_sampling!r}; "
                 f"choose one of {', '.join(OWN_SAMPLING)}, or leave it out where there is no loop of its own."
             )
+        if variant.parallel not in (None, *PARALLEL):
+            raise BadInput(
+                f"{path}: variant {variant.name} has parallel {variant.parallel!r}; choose one of "
+                f"{', '.join(PARALLEL)}, or leave it out where one process trains."
+            )
     return framework
 
 
@@ -240,14 +250,45 @@ def frameworks(hidden: bool = False, root: Path = ROOT) -> dict[str, Framework]:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A framework in one variant."""
+    """A framework in one variant, and how many processes of it train together."""
 
     framework: Framework
     variant: Variant
+    world_size: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.framework.name}-{self.variant.name}"
+        return name_of(self.framework.name, self.variant.name, self.world_size)
+
+
+def ranked(
+    names: Iterable[str] | None, world_sizes: Iterable[int], ways: Iterable[str] | None, hidden: bool = False
+) -> list[Contestant]:
+    """Return the contestants of several processes, in every world size: of the frameworks or variants named (None:
+    all), those that train in one of the ``ways`` (None: all), which are names of PARALLEL.
+
+    Raises :class:`BadInput` for a name or a way that does not exist, and where none is left.
+    """
+    asked = list(PARALLEL) if ways is None else list(ways)
+    for way in asked:
+        if way not in PARALLEL:
+            raise BadInput(f"--parallel is {way!r}{did_you_mean(way, PARALLEL)}: choose from {', '.join(PARALLEL)}.")
+    known = frameworks(hidden)
+    listed = list(known) if names is None else list(names)
+    found = [c for name in listed for c in (_ranked_of(known[name]) if name in known else _expand(name, known))]
+    sizes = list(dict.fromkeys(world_sizes))
+    for size in sizes:
+        if not 1 <= size <= MOST_RANKS:
+            raise BadInput(f"--world-size is {size}: it must be at least 1 and at most {MOST_RANKS}.")
+    chosen = [replace(c, world_size=size) for size in sizes for c in found if c.variant.parallel in asked]
+    if not chosen:
+        able = [c.name for framework in known.values() for c in _ranked_of(framework)]
+        raise BadInput(f"None of {', '.join(listed)} trains by {' or '.join(asked)}; choose from {', '.join(able)}.")
+    return list({c.name: c for c in chosen}.values())
+
+
+def _ranked_of(framework: Framework) -> list[Contestant]:
+    return [Contestant(framework, variant) for variant in framework.variants if variant.parallel]
 
 
 def select(names: Iterable[str] | None, hidden: bool = False, root: Path = ROOT) -> list[Contestant]:
@@ -271,11 +312,11 @@ def _expand(name: str, known: dict[str, Framework]) -> list[Contestant]:
             Contestant(f, v)
             for f in known.values()
             for v in f.variants
-            if name == "all" or (v.default and (f.core or name == "defaults"))
+            if not v.parallel and (name == "all" or (v.default and (f.core or name == "defaults")))
         ]
     base, _, rest = name.partition(":")
     if base in known and rest in {"", "all"}:
-        return [Contestant(known[base], v) for v in known[base].variants if v.default or rest]
+        return [Contestant(known[base], v) for v in known[base].variants if v.default or (rest and not v.parallel)]
     for framework in known.values():
         for variant in framework.variants:
             if f"{framework.name}-{variant.name}" == name:

@@ -115,10 +115,12 @@ class Run(Session[Options, Contestant, Job, Request]):
     @property
     def takes_turns(self) -> bool:
         """Whether the timed processes of a block are alive together: on this machine's processors, for some seconds
-        each. Containers, GPUs and whole epochs are measured by one process after the other."""
+        each. Containers, GPUs, whole epochs and several processes that train together are measured one after the
+        other."""
         is_short = self.options.budget_seconds is not None and self.protocol.warm_up and self.protocol.sampling != "own"
         here = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
-        return is_short and self.options.device == "cpu" and all(type(e) is Venv for e in here)
+        is_alone = all(c.world_size == 1 for c in self.contestants)
+        return is_short and is_alone and self.options.device == "cpu" and all(type(e) is Venv for e in here)
 
     def _measured(self, job: Job, progress: Progress) -> Record:
         """A timed process is measured together with those of its block that are still to be."""
@@ -255,7 +257,8 @@ class Run(Session[Options, Contestant, Job, Request]):
             mode="time" if job.purpose == "time" else "memory",
             order_seed=int.from_bytes(hashlib.sha256(f"{self.folder.id} {seeds.initial} order".encode()).digest()[:4]),
             noise_multiplier=self._sigma,
-            threads=self.threads,
+            threads=self.threads * job.contestant.world_size,
+            world_size=job.contestant.world_size,
             initial_seed=seeds.initial,
             batch_seed=seeds.batches,
             noise_seed=seeds.noise,

@@ -15,7 +15,7 @@ from harness.worker import memory
 def title_of(job: Job | LayerJob) -> str:
     """``imdb-lstm · opacus-hooks · batch 64``: what is the same in all cells of a run is left out."""
     cell = job.cell
-    return " · ".join(part for part in (cell.layer or cell.task, cell.contestant, cell.passes) if part) + (
+    return " · ".join(part for part in (cell.layer or cell.task, cell.runner, cell.passes) if part) + (
         f" · batch {cell.batch_size}"
     )
 
@@ -23,7 +23,7 @@ def title_of(job: Job | LayerJob) -> str:
 def key_of(job: Job | LayerJob) -> Key:
     """Return what tells how long a process takes, from the general to the particular."""
     cell = job.cell
-    return (job.purpose, cell.layer or cell.task, str(cell.batch_size), cell.contestant, cell.passes or "")
+    return (job.purpose, cell.layer or cell.task, str(cell.batch_size), cell.runner, cell.passes or "")
 
 
 def outcome_of(record: Record) -> str:

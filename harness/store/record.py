@@ -20,9 +20,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from harness.contract import PARALLEL
 from harness.errors import BadInput
+from harness.store.energy import Energy
 from harness.tasks import FLOAT32, OUTSIDE, TASKS
 from harness.worker import result
+from harness.worker.request import name_of
 from harness.worker.result import State
 
 SCHEMA = 1
@@ -67,6 +70,7 @@ class Cell(_Model):
     """The thing that is measured. Two records of one cell differ in their block only.
 
     ``kind`` e2e, frontier: a ``task``. ``kind`` layer: no task, but a ``layer`` and which ``passes`` over it are made.
+    ``parallel``, ``world_size``: how processes train together, and how many; None where one trains by itself.
     """
 
     kind: Literal["e2e", "layer", "frontier"] = "e2e"
@@ -80,6 +84,8 @@ class Cell(_Model):
     protocol: str
     device: str
     isolation: str
+    parallel: Literal["ddp", "fsdp2"] | None = None
+    world_size: int | None = Field(None, ge=1)
 
     @property
     def contestant(self) -> str:
@@ -87,16 +93,31 @@ class Cell(_Model):
         return f"{self.framework}-{self.variant}"
 
     @property
+    def runner(self) -> str:
+        """The contestant, and how many processes of it train together where they are several."""
+        return name_of(self.framework, self.variant, self.world_size or 1)
+
+    @property
+    def surroundings(self) -> str:
+        """The isolation, with what must be known wherever a figure of several processes is shown."""
+        if self.parallel is None:
+            return self.isolation
+        return f"{self.isolation}, W={self.world_size}, {PARALLEL[self.parallel]}, gloo: says nothing about scaling"
+
+    @property
     def name(self) -> str:
         """The name that ``dpbench explain`` takes."""
         what = (self.task, self.contestant) if self.layer is None else (self.layer, self.contestant, self.passes or "")
-        return "/".join((*what, str(self.batch_size), self.protocol, self.device, self.isolation))
+        ranks = () if self.parallel is None else (f"w{self.world_size}",)
+        return "/".join((*what, str(self.batch_size), self.protocol, self.device, self.isolation, *ranks))
 
     @model_validator(mode="after")
     def _names_what_it_measures(self) -> Cell:
         is_layer = self.kind == "layer"
         if is_layer != (self.layer is not None and self.passes is not None) or is_layer == bool(self.task):
             raise ValueError("a cell names a task, or, of kind layer, a layer and its passes")
+        if (self.parallel is None) != (self.world_size is None):
+            raise ValueError("a cell of several processes has a world size and a way of parallelism")
         if not is_layer and self.task not in TASKS:
             raise ValueError(f"there is no task {self.task!r}; one of your own needs {OUTSIDE}")
         return self
@@ -230,23 +251,6 @@ class Load(_Model):
     canary_after: float | None = None
 
 
-GPU = "gpu"
-"""The device with an energy counter; records of before 27 November 2026 may name "processors" besides."""
-
-
-class Energy(_Model):
-    """Readings of the machine's energy counters, which count all that runs there. ``joules``: of the
-    timed ``stretches``, ``seconds`` in all; ``idle_watts``: before the run, when nothing of it ran; ``step_seconds``: a
-    counter moves once in so many. ``unavailable``: by counter, why it says nothing."""
-
-    joules: dict[str, float] = Field(default_factory=dict)
-    seconds: float = 0.0
-    stretches: int = 0
-    idle_watts: dict[str, float] = Field(default_factory=dict)
-    step_seconds: dict[str, float] = Field(default_factory=dict)
-    unavailable: dict[str, str] = Field(default_factory=dict)
-
-
 class Seeds(_Model):
     """Seeds of the starting weights, of the batches and of the noise."""
 
@@ -347,11 +351,11 @@ class Record(_Model):
         """The name of its file in a run's folder, which says what is in it."""
         cell = self.cell
         if self.purpose == "gate":
-            return f"{cell.task}.{cell.contestant}.gate.{self.gate.key[:8] if self.gate else ''}.json"
+            return f"{cell.task}.{cell.runner}.gate.{self.gate.key[:8] if self.gate else ''}.json"
         what = cell.task if cell.layer is None else cell.layer
         passes = "" if cell.passes is None else f".{cell.passes}"
         place = f"b{cell.batch_size}.r{self.block.round}.{self.purpose}"
-        return f"{what}.{cell.contestant}{passes}.{place}.{self.key[:8]}.json"
+        return f"{what}.{cell.runner}{passes}.{place}.{self.key[:8]}.json"
 
     @property
     def when(self) -> int:

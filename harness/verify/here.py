@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from harness.data import store
 from harness.errors import BadInput
@@ -30,8 +31,8 @@ def faults(records: Sequence[Record], judge: Judge) -> Iterator[Fault]:
             here = store.describe(data.name, data.synthetic)
             if here is not None and here["sha256"] != data.sha256:
                 yield Fault("data", data.name, f"its hash is {data.sha256[:12]}, here {here['sha256'][:12]}")
-    verdicts = {(r.cell.contestant, r.cell.task): r for r in records if r.purpose == "gate" and r.state == "ok"}
-    measured = {(r.cell.contestant, r.cell.task) for r in records if r.purpose != "gate" and r.state == "ok"}
+    verdicts = {(r.cell.runner, r.cell.task): r for r in records if r.purpose == "gate" and r.state == "ok"}
+    measured = {(r.cell.runner, r.cell.task) for r in records if r.purpose != "gate" and r.state == "ok"}
     for name, task in sorted(measured & verdicts.keys()):
         yield from (Fault(kind, f"{task}, {name}", text) for kind, text in _again(verdicts[name, task], judge))
 
@@ -40,7 +41,7 @@ def undigested(records: Sequence[Record]) -> list[str]:
     """Return the verdicts whose updates cannot be compared: older ones, which hold no digest of them, and those on a
     network that is too large to be judged here."""
     found = [record for record in records if record.purpose == "gate" and record.state == "ok" and record.gate]
-    return sorted(f"{one.cell.task}, {one.cell.contestant}" for one in found if not _comparable(one))
+    return sorted(f"{one.cell.task}, {one.cell.runner}" for one in found if not _comparable(one))
 
 
 def _comparable(record: Record) -> bool:
@@ -62,7 +63,7 @@ def _again(record: Record, judge: Judge) -> Iterator[tuple[str, str]]:
     if (adapter[:12], framework.lock_hash) != (source.adapter_hash, source.lock_hash):
         yield "other code", f"its code or pins are others here; verify with dpbench of commit {source.commit}"
         return
-    verdict = judge(contestant, cell.task)
+    verdict = judge(replace(contestant, world_size=cell.world_size or 1), cell.task)
     if not verdict.passed:
         yield "gate", f"it does not pass here: {verdict.result().reason or verdict.state}"
     elif record.gate is not None:

@@ -37,10 +37,11 @@ def setting_of(request: Request) -> Setting:
         learning_rate=request.learning_rate,
         seed=request.noise_seed,
         device=request.device,
-        threads=request.threads,
+        threads=max(1, request.threads // request.world_size),
         precision=task.precision,
         padded_sizes=sizes,
         optimizer=task.optimizer,
+        world_size=request.world_size,
     )
 
 

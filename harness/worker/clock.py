@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.worker import quota
+from harness.worker.memory import descendants
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +81,8 @@ class ForeignLoad:
     quota of its control group stopped it.
 
     Linux's /proc/stat counts all busy ticks (and ticks stolen by the host); what this process and its children used
-    is taken off. Ticks are 10 ms, so windows much shorter than a second are coarse.
+    is taken off; of living children only where it has ``ranks``, because to find them takes milliseconds. Ticks are
+    10 ms, so windows much shorter than a second are coarse.
     """
 
     foreign: float = 0.0
@@ -88,12 +90,13 @@ class ForeignLoad:
     periods: int = 0
     stopped: int = 0
     group: quota.Group | None = field(default_factory=quota.group)
+    ranks: bool = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        before, begun = _cpu_seconds(), self.group.periods() if self.group else (0, 0)
+        before, begun = _cpu_seconds(self.ranks), self.group.periods() if self.group else (0, 0)
         yield
-        after, ended = _cpu_seconds(), self.group.periods() if self.group else (0, 0)
+        after, ended = _cpu_seconds(self.ranks), self.group.periods() if self.group else (0, 0)
         self.periods += ended[0] - begun[0]
         self.stopped += ended[1] - begun[1]
         if before is None or after is None:
@@ -116,7 +119,7 @@ def _own_processors() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _cpu_seconds() -> tuple[float, float, float] | None:
+def _cpu_seconds(ranks: bool) -> tuple[float, float, float] | None:
     """(wall, busy seconds of our processors, this process tree's CPU seconds); None where there is no /proc/stat."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
@@ -132,4 +135,12 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
         usage.ru_utime + usage.ru_stime
         for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     )
-    return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), own
+    living = sum(map(_ticks, descendants())) if ranks else 0
+    return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), own + living / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(pid: str) -> int:
+    try:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    except OSError:  # it has ended meanwhile
+        return 0

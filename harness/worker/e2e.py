@@ -32,7 +32,7 @@ from harness.worker.batches import (
     setting_of,
     warm_up_batch,
 )
-from harness.worker.clock import Batch, timed_until
+from harness.worker.clock import Batch, ForeignLoad, timed_until
 from harness.worker.deferred import Stretches, fault_of
 from harness.worker.line import Line, Remote
 from harness.worker.measurement import FIRST_STEP_COUNTS_BELOW, SETTLING_STEPS, Measurement, own_epsilon, turn_length
@@ -77,7 +77,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
         m.reset()
     request = replace(request, batch_seed=line.ask("seed")["batch_seed"])
     epochs = [epoch_batches(request, m.setting, epoch, steps) for epoch in range(count)]
-    timed = Stretches(m.adapter, line)
+    timed = Stretches(m.adapter, line, ForeignLoad(ranks=request.world_size > 1))
     measured: list[float] = []
     made_in_all = halt = 0
     halted: dict[str, np.ndarray] = {}
@@ -178,6 +178,7 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     kept = resident.now()
     loaded = min(loaded, kept)  # some (TensorFlow) let go of the data's original only in their next call
     resident.reset_peak()
+    sent = resident.sent()
     for indices, mask in batches:
         m.adapter.step(indices, mask)
         m.adapter.synchronize()
@@ -189,6 +190,8 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
         resident.GROWTH_WITH_COMPILE: max(0, peak - loaded, peak_of_warm_up - loaded),
         resident.KEPT_AFTER_WARM_UP: max(0, kept - loaded),
     }
+    if request.world_size > 1:
+        memory[resident.SENT] = (resident.sent() - sent) // len(batches)
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
     result: dict[str, Any] = {"state": "ok", "memory": memory}

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import resource
+import socket
+import struct
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -23,7 +25,7 @@ GROWTH_WITH_COMPILE = "peak_resident_growth_with_compile"
 
 def now() -> int:
     """Bytes resident now (VmRSS), of the whole process tree."""
-    return sum(_status("VmRSS", pid) for pid in ("self", *_descendants()))
+    return sum(_status("VmRSS", pid) for pid in ("self", *descendants()))
 
 
 def peak() -> int:
@@ -31,7 +33,7 @@ def peak() -> int:
     it, and that of the largest which ended since, where it was larger than all that ended before: more the kernel does
     not keep. An upper bound of these: their peaks need not fall together."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    living = sum(_status("VmHWM", pid) for pid in ("self", *_descendants()))
+    living = sum(_status("VmHWM", pid) for pid in ("self", *descendants()))
     return living + (ended if ended > _ended_before else 0)
 
 
@@ -43,6 +45,23 @@ def adopt_orphans() -> None:
     """Makes this process the parent of what its children leave behind (prctl PR_SET_CHILD_SUBREAPER), so that a process
     which detaches itself stays in the tree."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+SENT = "sent_per_step"
+"""Bytes that rank 0 sent to the other ranks in a step, by the kernel's count of its connections."""
+
+
+def sent() -> int:
+    """Return the bytes that arrived at the other ends of this process's TCP connections (Linux's tcpi_bytes_acked)."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError, struct.error):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    count += struct.unpack_from("=Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), 120)[0]
+    return count
 
 
 def settle() -> None:
@@ -77,13 +96,13 @@ def steady() -> int:
 def reset_peak() -> None:
     """Lets VmHWM start again from the current resident set (kernel documentation, proc(5), clear_refs 5)."""
     global _ended_before
-    for pid in ("self", *_descendants()):
+    for pid in ("self", *descendants()):
         with suppress(OSError) if pid != "self" else nullcontext():
             Path(f"/proc/{pid}/clear_refs").write_text("5")
     _ended_before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
-def _descendants() -> list[str]:
+def descendants() -> list[str]:
     """Process numbers of all living children, theirs included."""
     parents: dict[str, list[str]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

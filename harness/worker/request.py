@@ -10,6 +10,11 @@ from typing import Literal, Self
 Mode = Literal["time", "memory", "gate", "probe"]
 
 
+def name_of(framework: str, variant: str, world_size: int) -> str:
+    """Return ``opacus-hooks``, or of several processes ``opacus-ddp-w2``."""
+    return f"{framework}-{variant}" + (f"-w{world_size}" if world_size > 1 else "")
+
+
 @dataclass(frozen=True)
 class Message:
     """Travels as JSON."""
@@ -30,7 +35,8 @@ class Request(Message):
     steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation. ``sketches``: a
     memory process adds a sketch (:mod:`harness.worker.sketch`) of how far its steps moved the weights. ``order_seed``:
     of the order in which the batches of a stretch come, which a worker is told stretch by stretch. ``turn_seconds``:
-    length of a turn of a process that takes turns with others."""
+    length of a turn of a process that takes turns with others. ``world_size``: processes that train together, which
+    share the ``threads``."""
 
     mode: Mode
     folder: str
@@ -64,6 +70,7 @@ class Request(Message):
     sketches: bool = False
     order_seed: int = 0
     turn_seconds: float | None = None
+    world_size: int = 1
 
     @property
     def is_partial(self) -> bool:

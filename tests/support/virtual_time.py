@@ -38,4 +38,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr("harness.environments.referee.time", SimpleNamespace(monotonic=look))
     # Busy ticks are the kernel's, on the kernel's clock.
-    monkeypatch.setattr("harness.worker.clock._cpu_seconds", lambda: None)
+    monkeypatch.setattr("harness.worker.clock._cpu_seconds", lambda ranks: None)

@@ -10,7 +10,8 @@ from harness.analysis import energy
 from harness.analysis.frames import build
 from harness.report import contents
 from harness.report.chapters import throughput
-from harness.store.record import Energy, Record
+from harness.store.energy import Energy
+from harness.store.record import Record
 from tests.support import record_factory as factory
 
 WHO = {"framework": "opacus", "variant": "hooks"}
