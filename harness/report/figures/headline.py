@@ -101,7 +101,7 @@ def draw(title: str, parts: Sequence[Part], theme: Theme) -> Figure:
     figure.patch.set_alpha(0)
     grid = figure.subplots(len(parts), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})
     marks = [mark for part in parts for _, row in part.rows for mark in row]
-    low = min(1.0, *(mark.ratio if math.isnan(mark.low) else mark.low for mark in marks)) / 1.15
+    low = min(1.0, *(mark.ratio if math.isnan(mark.low) else mark.low for mark in marks)) / FIGURE_WIDTH
     high = max(1.0, *(mark.ratio if math.isnan(mark.high) else mark.high for mark in marks)) * 1.7
     below = [*parts[1:], None]
     for axes, part, other in zip(grid.flat, parts, below, strict=True):
