@@ -21,7 +21,6 @@ from dpcore.loading.ledger import name_of
 from dpcore.noise import SecureNoise
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
-from dpcore.optimizers.claims import private_optimizers
 from dpcore.optimizers.private_run import UNKNOWN, NextBatch
 from dpcore.spending import Runs, Spending
 
@@ -314,7 +313,6 @@ class Checkpoint:
             optimizer.original_optimizer.load_state_dict(self.optimizer)
             optimizer.param_groups[0].pop(SPENT, None)  # the accountant has read it
         if self.private is not None:
-            self._warn_of_a_second_run(optimizer)
             self.private.restore(optimizer, data_loader)
             return
         # Its steps before the checkpoint may have used this run's seed, from number 0 on.
@@ -325,22 +323,6 @@ class Checkpoint:
             "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
             "bit as it would have.",
         )
-
-    def _warn_of_a_second_run(self, optimizer: DPOptimizer) -> None:
-        """Say that another run of this process has released behind the file's step what ``optimizer`` would again.
-
-        A seed that the user chose is meant to repeat its noise.
-        """
-        seed, steps = (None, 0) if self.private is None else (self.private.noise.get("seed"), self.private.steps)
-        others = [other for other in private_optimizers() if other is not optimizer and not other.noise.is_chosen]
-        behind = [other.steps - steps for other in others if seed and other.noise.state_dict().get("seed") == seed]
-        if max(behind, default=0) > 0:
-            warn_caller(
-                f"Another run of this process has gone on from here by {max(behind)} steps, and this one will add the "
-                "same noise: where their gradients differ, the difference of the two is bare. Let out only one of the "
-                "two models. To train both, load the state_dict() of module and private optimizer in place of this "
-                "file: the second run then has noise of its own, and counts what the first steps have spent.",
-            )
 
     def draw_anew(self, optimizers: Iterable[DPOptimizer]) -> bool:
         """Give secret seeds to those of ``optimizers`` that would draw noise and batches of this file's steps again.

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from dpcore import gpu, native, normals
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, warn_caller
 from dpcore.secret_seeds import check_seed, derived_seed, draw_seed
 
 _TWISTER_WORDS = 624
+_LAST: dict[tuple[int, int], tuple[int, object]] = {}
+"""Of secret streams, by seed and rank: the last step that has drawn in this process, and the source that drew it."""
 
 
 class GaussianNoise:
@@ -49,6 +51,8 @@ class GaussianNoise:
     """What names the streams beside seed, step and rank."""
     _user: weakref.ref[Any] | None = None
     """Whose steps have drawn."""
+    _source: object = None
+    """What tells this source from its copies and from those that went on from the same state."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         if seed is None:
@@ -62,7 +66,7 @@ class GaussianNoise:
         self._template: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("seed", "_user", "_generators", "_template")
+        own = ("seed", "_user", "_generators", "_template", "_source")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -70,10 +74,10 @@ class GaussianNoise:
         draw_seed(self)
 
     def serve(self, user: Any) -> None:
-        """Let the steps of ``user`` draw.
+        """Let the next step of ``user`` draw; with a warning where another run of this process has drawn its noise.
 
         Raises:
-            PrivacyError: those of another one have, which has a step of the same number.
+            PrivacyError: steps of another user have drawn from this source, which has a step of the same number.
         """
         if self._user is None:
             self._user = weakref.ref(user)
@@ -83,6 +87,22 @@ class GaussianNoise:
                 "number: two gradients would get the same noise, and their difference would be bare. Give each its "
                 "own, GaussianNoise()."
             )
+        if not self.is_chosen and self.is_by_seed:
+            self._note(user.steps)
+
+    def _note(self, step: int) -> None:
+        """Note that a step draws, and say so where a run from the same state has drawn this one's noise already."""
+        self._source = self._source or object()
+        last, source = _LAST.get((self.seed, self.rank), (-1, self._source))
+        if source is not self._source and step <= last:
+            warn_caller(
+                "Another run of this process went on from the same checkpoint and has drawn the noise that this step "
+                "adds: where their gradients differ, the difference of the two is bare. Let out only one of the two "
+                "models. To train both, load the state_dict() of module and private optimizer in place of the "
+                "checkpoint: the second run then has noise of its own, and counts what the first steps have spent.",
+            )
+        if step > last or source is not self._source:
+            _LAST[self.seed, self.rank] = max(step, last), self._source
 
     def branch(self, *names: Any, known: bool) -> None:
         """Go on with other noise than that of a run which has the same seed and another history.

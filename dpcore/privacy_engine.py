@@ -215,7 +215,8 @@ class PrivacyEngine(ExtensionPoints):
         parts = self._spending.parts() + ["secure_mode=True"] * self.secure_mode
         # Told here and not by a warning: where there are none nothing is wrong, only slower.
         parts.append(f"kernels={native.description()}")
-        parts += sorted({optimizer.advice for optimizer in self._spending.optimizers() if optimizer.advice})
+        if any(optimizer.advice for optimizer in self._spending.optimizers()):
+            parts.append("whole batches (optimizer.advice says what pieces would do)")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def save_checkpoint(

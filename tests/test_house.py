@@ -84,12 +84,13 @@ class Size:
 # these and for generators of samplers, for which, and for counts of batches, dpcore grew by 33.
 # Harness by 168, frameworks by 395 and tests by 227 for cells of several processes: a world size in cell, plan, gate
 # and clock, one helper that starts ranks, and DDP and FSDP2 of dpcore, Opacus and PyTorch.
+# 28 Nov: noise that another run has drawn is told of at the draw; a model's file has no gradient (22)
 LIMITS = {
     "harness": Size(lines=39_213, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_421, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_435, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_214, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_418, long_classes=0, long_files=0),
-    "tests": Size(lines=57_404, long_classes=0, long_files=16),
+    "tests": Size(lines=57_441, long_classes=0, long_files=16),
 }
 
 

@@ -29,6 +29,10 @@ class OrdinaryGradients:
         self._formed: dict[Parameter, Tensor] = {}
         """Copies of the ordinary gradients in p.grad, which a loop may write to in place: clip_grad_norm_ does."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out gradients, which a file of the module would hold as they were before clipping."""
+        return {**self.__dict__, "_known": {}, "_formed": {}}
+
     @torch.no_grad()
     def form(self, iteration: Iteration) -> None:
         """Add Σ_i g_i to ``p.grad``, divided by the batch's length for a mean loss.

@@ -71,6 +71,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
     """
 
     _generator: torch.Generator | None = None
+    _generator_of: int | None = None  # the seed of which it was made
 
     def __init__(
         self,
@@ -119,10 +120,10 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         Raises:
             UnsupportedError: it was set, and the class draws lists that are functions of the seed.
         """
-        if self._generator is None:
-            if "seed" not in vars(self):
-                draw_seed(self)
-            self._generator = torch.Generator().manual_seed(self.seed % 2**63)
+        if "seed" not in vars(self):
+            draw_seed(self)
+        if self._generator is None or self._generator_of not in (None, self.seed):  # a forked process has another seed
+            self._generator, self._generator_of = torch.Generator().manual_seed(self.seed % 2**63), self.seed
         return self._generator
 
     @generator.setter
@@ -134,7 +135,9 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
                 "draw nothing. Pass generator= or seed= when the sampler is built; or override __iter__(), and draw "
                 "from self.generator there."
             )
-        self._generator = generator
+        self._generator, self._generator_of = generator, None
+        if generator is None:
+            draw_seed(self)
 
     @property
     def kind(self) -> str:

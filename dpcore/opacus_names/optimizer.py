@@ -153,8 +153,8 @@ def _own_clipped(optimizer: DPOptimizer) -> bool:
     if not 0.0 < share <= 1.0:
         return False
     rest = torch.stack(torch._foreach_norm(torch._foreach_sub(now, torch._foreach_mul(then, share)))).tolist()
-    close = max(1e-4, *(4 * torch.finfo(grad.dtype).eps for grad in now))
-    if not all(far <= close * length for far, length in zip(rest, lengths, strict=True)):
+    close = [max(1e-4, 4 * torch.finfo(grad.dtype).eps) for grad in now]
+    if not all(far <= part * length for far, part, length in zip(rest, close, lengths, strict=True)):
         return False
     for param in changed:
         gradients.own(param)

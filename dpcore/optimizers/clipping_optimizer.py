@@ -43,7 +43,7 @@ class ClippingOptimizer(OptimizerWrapper):
     """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
     piece_plan: MicroBatches | None = None
     advice: str | None = None
-    """What "auto" would do where whole batches are passed; empty: nothing, None: not known yet."""
+    """What "auto" would do where whole batches are passed; empty where pieces are, None: not known yet."""
     _settings: Any = None  # in force at the first piece of the batch
 
     @property
@@ -209,19 +209,23 @@ class ClippingOptimizer(OptimizerWrapper):
         return sizes
 
     def _advise(self, plan: MicroBatches) -> None:
-        """Say what "auto" would do with batches of the expected size: that of the one at hand is the data's secret."""
+        """Say what "auto" would do with batches of the expected size: the drawn one's is the data's secret."""
         self.advice = ""
+        if self.logical_batch.announced or self.logical_batch.unfinished:
+            return  # the user cuts them already
         ranks = getattr(self, "ranks", None)
         batch = round((self.expected_batch_size or 0) / (1 if ranks is None else ranks.size))
-        if self.logical_batch.announced or self.logical_batch.unfinished or (size := plan.size(batch)) >= batch:
-            return  # the user cuts them already, or they are small
+        if (size := plan.size(batch)) >= batch:
+            self.advice = "Whole batches of this model are as good as pieces."
+            return
         kept, rest = (number * plan.per_example / 2**20 for number in (batch, size))
         self.advice = (
             f'max_physical_batch_size="auto" would take some {size} of {batch} examples at a time, for which '
-            f"{rest:.0f} MiB are kept in place of {kept:.0f}"
+            f"{rest:.0f} MiB are kept in place of {kept:.0f}. The update is the same; pass it to make_private. (By the "
+            "examples of the first batch: keep it out of what you publish.)"
         )
         if kept >= MUCH_KEPT:
-            warn_caller(f"{self.advice}. The update is the same; pass it to make_private.")
+            warn_caller(self.advice)
 
     def _observe(self, norms: Tensor) -> None:
         """Norms [groups, B] of a batch that is being accumulated, for those who adapt to them."""

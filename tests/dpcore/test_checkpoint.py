@@ -1,5 +1,6 @@
 """Checkpoints: files of earlier versions still continue, and what is saved is what is loaded."""
 
+import gc
 import pickle
 import warnings
 from pathlib import Path
@@ -230,20 +231,30 @@ def test_another_way_of_clipping_is_another_setting(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_a_second_run_from_one_checkpoint_is_told_of_the_first_one(tmp_path, seed) -> None:
+@pytest.mark.parametrize("order", ["in turn", "the first is gone", "the saved one goes on"])
+def test_a_second_run_from_one_checkpoint_is_told_of_the_first_one(tmp_path, seed, order) -> None:
     """Their noise is the same, which a resume needs, so that their difference is bare."""
     path = tmp_path / "saved.pt"
-    first = Run(seed)
-    first.round()
-    first.save(path)
+    saved = Run(seed)
+    saved.round()
+    saved.save(path)
+    first, second = Run(seed), Run(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        Run(8).load(path)  # nobody has gone on
-    first.round()
+        first.load(path)
+        first.round()
+    if order == "the saved one goes on":
+        second = saved
+    elif order == "the first is gone":
+        del first
+        gc.collect()
+        second.load(path)
+    else:
+        second.load(path)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        Run(8).load(path)
-    told = [str(warning.message) for warning in heard if "gone on from here by 5 steps" in str(warning.message)]
+        second.round()
+    told = [warning for warning in heard if "has drawn the noise that this step adds" in str(warning.message)]
     assert bool(told) == (seed is None)
 
 

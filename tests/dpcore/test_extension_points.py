@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import DPDataLoader, GradSampleModule, PrivacyEngine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
+from dpcore.secret_seeds import draw_seed
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
 
@@ -209,6 +210,17 @@ def test_a_sampler_that_draws_by_itself_may_set_its_generator():
     assert (
         secret.generator is secret.generator and secret.generator.initial_seed() != Weighted().generator.initial_seed()
     )
+
+
+def test_a_sampler_s_own_generator_follows_its_secret_seed():
+    """After a fork the seed is another one; None in place of a generator draws one, too."""
+    sampler = Weighted()
+    before = sampler.generator
+    draw_seed(sampler)
+    assert sampler.generator is not before and sampler.generator is sampler.generator
+    seed = sampler.seed
+    sampler.generator = None
+    assert sampler.seed != seed
 
 
 @pytest.mark.parametrize("kind", [UniformWithReplacementSampler, type("Mine", (UniformWithReplacementSampler,), {})])

@@ -141,6 +141,17 @@ def test_a_wrapped_model_can_be_copied_and_pickled():
         torch.testing.assert_close(other.eval()(x), model.eval()(x))
 
 
+def test_a_file_of_the_model_holds_no_gradient_of_examples(tmp_path):
+    """zero_grad() empties p.grad in place, and what was formed there before clipping is no part of the model."""
+    model = GradSampleModule(nn.Linear(3, 2))
+    model(torch.randn(4, 3)).sum().backward()
+    formed = model._module.weight.grad.clone()
+    model.zero_grad(set_to_none=False)
+    torch.save(model, tmp_path / "model.pt")
+    assert formed.abs().sum() > 0
+    assert formed.numpy().tobytes() not in (tmp_path / "model.pt").read_bytes()
+
+
 def test_an_unwrapped_model_keeps_its_own_forward():
     model = small_model()
     own = model.forward
