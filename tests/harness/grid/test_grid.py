@@ -214,7 +214,8 @@ def test_packing_a_grid_names_the_verb_that_does(finished: Grid, tmp_path: Path)
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_a_grid_that_was_stopped_goes_on(cache: Path, tmp_path: Path, how: signal.Signals, code: int) -> None:
     grid = Grid(tmp_path / "grid", cache)
-    grid.plan((300, 301), "sleeper", "--no-memory")
+    units = (300, 301, 302)  # on a busy machine the second one may be done before the signal arrives
+    grid.plan(units, "sleeper", "--no-memory")
     runner = grid.start("run")
     grid.wait_until_done(1)
     runner.send_signal(how)
@@ -222,7 +223,7 @@ def test_a_grid_that_was_stopped_goes_on(cache: Path, tmp_path: Path, how: signa
     assert runner.returncode == code and "Traceback" not in said, said
     family = [p for p in psutil.process_iter(["cmdline"]) if str(grid.path) in " ".join(p.info["cmdline"] or [])]
     assert all(p.status() == psutil.STATUS_ZOMBIE or not p.is_running() for p in family), "nothing outlives its driver"
-    assert grid.ask("run").returncode == 0 and len(grid.units()) == 2
+    assert grid.ask("run").returncode == 0 and len(grid.units()) == len(units)
 
 
 def test_a_unit_that_cannot_be_measured_is_tried_three_times_and_named(cache: Path, tmp_path: Path) -> None:
