@@ -230,9 +230,15 @@ def test_objects_say_what_they_are():
     assert exact <= float(said) < 1.01 * exact, "three digits, and never less than was spent"
     shown = f"{start}{said} at delta=0.01 (below 1 / 60 examples)"
     if native.available():
-        assert repr(engine) == f"{shown}, kernels={native.description()})" and "in use" in native.description()
+        assert (
+            repr(engine).startswith(f"{shown}, kernels={native.description()}, whole batches")
+            and "in use" in native.description()
+        )
     with native.disabled():
-        assert repr(engine) == f"{shown}, kernels={native.REMEDY})" and "python -m dpcore.native" in native.REMEDY
+        assert (
+            repr(engine).startswith(f"{shown}, kernels={native.REMEDY}, ")
+            and "python -m dpcore.native" in native.REMEDY
+        )
     engine.set_budget(9.0, 1e-3)
     said = repr(engine).partition("epsilon=")[2]
     assert said.startswith(f"{float(said.split()[0]):g} at delta=0.001, budget=9")
