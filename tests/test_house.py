@@ -90,7 +90,7 @@ LIMITS = {
     "dpcore": Size(lines=33_435, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_214, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_418, long_classes=0, long_files=0),
-    "tests": Size(lines=57_448, long_classes=0, long_files=16),
+    "tests": Size(lines=57_450, long_classes=0, long_files=16),
 }
 
 

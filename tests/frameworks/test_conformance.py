@@ -191,7 +191,7 @@ def test_its_own_loop_is_what_it_declares(contestant: Contestant, task: str, pro
         assert found["difference"] <= 1e-4
 
 
-CONTESTANTS = {c.name: c for c in registry.select(["all"])}
+VARIANTS = {f"{f.name}-{v.name}": v for f in registry.frameworks().values() for v in f.variants}
 
 
 @pytest.mark.parametrize("framework", registry.frameworks().values(), ids=lambda f: f.name)
@@ -209,8 +209,10 @@ def test_the_folder_says_what_it_is(framework: registry.Framework) -> None:
         assert not variant.supported or registry.EVERY_TASK in variant.unsupported
         assert all(reason.strip() for reason in (*variant.unsupported.values(), *variant.expected_rejection.values()))
         if variant.twin is not None:
-            twin = CONTESTANTS[variant.twin].variant
-            assert variant.private and not twin.private, "a twin does the same without DP"
+            twin = VARIANTS[variant.twin]
+            assert variant.private and not twin.private and twin.parallel == variant.parallel, (
+                "a twin does the same without DP"
+            )
     assert (framework.folder / "NOTES.md").stat().st_size > 200, "the decisions that make it fast and fair"
 
 
