@@ -10,7 +10,7 @@ from html import escape
 import numpy as np
 
 WIDTH, HEIGHT = 420, 380
-"""As narrow as a telephone, where its letters stay readable."""
+"""Pixels: narrow as a telephone, where its letters stay readable."""
 _EDGE, _LEFT, _RIGHT, _TOP, _BOTTOM = 13, 70, 30, 46, 56
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#475569", "#be185d")
 

@@ -28,7 +28,7 @@ from dpcore.secret_seeds import check_seed, derived_seed, draw_seed
 
 _TWISTER_WORDS = 624
 _LAST: dict[tuple[int, int], tuple[int, object]] = {}
-"""Of secret streams, by seed and rank: the last step that has drawn in this process, and the source that drew it."""
+"""The last step that has drawn from each secret stream in this process, by seed and rank, and the source of it."""
 
 
 class GaussianNoise:
@@ -52,7 +52,7 @@ class GaussianNoise:
     _user: weakref.ref[Any] | None = None
     """Whose steps have drawn."""
     _source: object = None
-    """What tells this source from its copies and from those that went on from the same state."""
+    """An identity, which neither copies nor those that went on from the same state have."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         if seed is None:
@@ -60,6 +60,7 @@ class GaussianNoise:
         else:
             self.seed = check_seed(seed)
         self.is_chosen = seed is not None
+        self._is_secret = seed is None
         """Whether the seed is one of the user's, whose noise is to be repeated and protects nothing."""
         self.rank = int(rank)
         self._generators: dict[str, torch.Generator] = {}
@@ -70,7 +71,7 @@ class GaussianNoise:
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _generators={}, _template=None, is_chosen=False)
+        self.__dict__.update(state, _generators={}, _template=None, is_chosen=False, _is_secret=True)
         draw_seed(self)
 
     def serve(self, user: Any) -> None:
@@ -87,7 +88,7 @@ class GaussianNoise:
                 "number: two gradients would get the same noise, and their difference would be bare. Give each its "
                 "own, GaussianNoise()."
             )
-        if not self.is_chosen and self.is_by_seed:
+        if self._is_secret and self.is_by_seed:
             self._note(user.steps)
 
     def _note(self, step: int) -> None:
@@ -221,6 +222,7 @@ class GaussianNoise:
             )
         self.seed, self.rank, self.version = int(state["seed"]), int(state["rank"]), version
         self.is_chosen = self.is_chosen or "chosen" in state
+        self._is_secret = "chosen" not in state  # whatever this run was built with, the stream is the state's
 
     def _twister_state(self, words: bytes) -> Tensor:
         """Return a generator's state with 624 fresh words.

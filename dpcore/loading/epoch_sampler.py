@@ -24,7 +24,7 @@ CUT = (SHUFFLE, CYCLE)
 EPOCHS = (BINS, *CUT)
 SAMPLINGS = (POISSON, TRUNCATED, *EPOCHS)
 OFFERED = tuple(name for name in SAMPLINGS if name != CYCLE)
-"""What a user may choose; a cycle comes with correlated noise."""
+"""Those that a user may choose; a cycle comes with correlated noise."""
 _REMEMBERED = 4096
 """Draws whose epochs are known; the ledger lets a step use one of 1024."""
 

@@ -43,7 +43,7 @@ class ClippingOptimizer(OptimizerWrapper):
     """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
     piece_plan: MicroBatches | None = None
     advice: str | None = None
-    """What "auto" would do where whole batches are passed; empty where pieces are, None: not known yet."""
+    """Text on what "auto" would do where whole batches are passed; empty where pieces are, None: not known yet."""
     _settings: Any = None  # in force at the first piece of the batch
 
     @property

@@ -230,15 +230,15 @@ def test_another_way_of_clipping_is_another_setting(tmp_path) -> None:
         engine.load_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize(("seed", "others"), [(None, None), (None, 8), (7, 7)])
 @pytest.mark.parametrize("order", ["in turn", "the first is gone", "the saved one goes on"])
-def test_a_second_run_from_one_checkpoint_is_told_of_the_first_one(tmp_path, seed, order) -> None:
+def test_a_second_run_from_one_checkpoint_is_told_of_the_first_one(tmp_path, seed, others, order) -> None:
     """Their noise is the same, which a resume needs, so that their difference is bare."""
     path = tmp_path / "saved.pt"
     saved = Run(seed)
     saved.round()
     saved.save(path)
-    first, second = Run(seed), Run(seed)
+    first, second = Run(others), Run(others)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         first.load(path)
