@@ -13,7 +13,6 @@ who tunes on public data. The table goes between the marks in docs/hyperparamete
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +26,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpcore
-from proofs.views_accuracy import pictures
+from proofs.views_accuracy import pictures, remembered, write_table
 
 HELD_OUT, EPOCHS, DELTA = 5_000, 20, 1e-5
 EPSILONS, BATCHES, BOUNDS = (1.0, 3.0, 8.0), (1024, 4096), (0.1, 1.0)
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
 WORDS, WIDTH = 10_004, 16
 PAGE = Path(__file__).parents[1] / "docs" / "hyperparameters.md"
-BEGIN, END = "<!-- table of proofs/tuned.py -->", "<!-- end -->"
+BEGIN = "<!-- table of proofs/tuned.py -->"
 
 
 @dataclass(frozen=True)
@@ -179,24 +178,15 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="lines of JSON, one for every training; those in it are not repeated")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    known: dict[str, float] = {}
-    if given.log and given.log.exists():
-        known = dict(json.loads(line) for line in given.log.read_text().splitlines())
+    once = remembered(given.log)
     head = "| task | ε at δ | batch | C | rate | test accuracy, mean [lowest, highest] |"
     lines = [head, "|---|---|--:|--:|--:|---|"]
     for task in TASKS:
         data = task.load(given.data)
 
         def trained(settings: Settings, seed: int, task: Task = task, data: Data = data) -> float:
-            name = f"{task.name}: {settings}, seed {seed}"
-            if name not in known:
-                judged = data.held_out if seed == TUNING_SEED else data.test
-                known[name] = accuracy(task, data, judged, settings, seed)
-                print(f"{name}: {known[name]:.4f}", flush=True)
-                if given.log:
-                    with given.log.open("a") as log:
-                        log.write(json.dumps([name, known[name]]) + "\n")
-            return known[name]
+            judged = data.held_out if seed == TUNING_SEED else data.test
+            return once(f"{task.name}: {settings}, seed {seed}", lambda: accuracy(task, data, judged, settings, seed))
 
         for epsilon in (None, *EPSILONS):
             tried = []
@@ -209,10 +199,7 @@ def main() -> None:
             settings = max(tried, key=lambda each: each[0])[1]
             lines.append(row(task, settings, [trained(settings, seed) for seed in SEEDS]))
             print(lines[-1], flush=True)
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    if rest:
-        table = "\n".join(lines)
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    write_table(PAGE, BEGIN, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,31 @@ def table(rates: dict[str, float], found: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
+def remembered(log: Path | None) -> Callable[[str, Callable[[], float]], float]:
+    """Return what trains under a name, once: ``log`` holds lines of JSON, one for every training that was made."""
+    known: dict[str, float] = {}
+    if log and log.exists():
+        known = dict(json.loads(line) for line in log.read_text().splitlines())
+
+    def trained(name: str, train: Callable[[], float]) -> float:
+        if name not in known:
+            known[name] = train()
+            print(f"{name}: {known[name]:.4f}", flush=True)
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps([name, known[name]]) + "\n")
+        return known[name]
+
+    return trained
+
+
+def write_table(page: Path, begin: str, table: str) -> None:
+    """Put a table between its marks in a page; nothing where the page has none."""
+    before, _, rest = page.read_text().partition(begin)
+    if rest:
+        page.write_text(f"{before}{begin}\n{table}\n{END}{rest.partition(END)[2]}")
+
+
 def main() -> None:
     """Choose a rate for every kind, train with every seed, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -169,30 +195,19 @@ def main() -> None:
     train = pictures(given.folder, "train", slice(EXAMPLES), VIEWS)
     held_out = pictures(given.folder, "train", slice(EXAMPLES, EXAMPLES + HELD_OUT), 0)
     test = pictures(given.folder, "test", slice(None), 0)
-    known: dict[str, float] = {}
-    if given.log and given.log.exists():
-        known = dict(json.loads(line) for line in given.log.read_text().splitlines())
+    once = remembered(given.log)
 
     def trained(kind: str, rate: float, seed: int, judged: Any) -> float:
-        name = f"{kind}, rate {rate:g}, seed {seed}"
-        if name not in known:
-            known[name] = accuracy(train, judged, kind, rate, seed)
-            print(f"{name}: {known[name]:.4f}", flush=True)
-            if given.log:
-                with given.log.open("a") as log:
-                    log.write(json.dumps([name, known[name]]) + "\n")
-        return known[name]
+        return once(f"{kind}, rate {rate:g}, seed {seed}", lambda: accuracy(train, judged, kind, rate, seed))
 
     rates = {k: max(RATES, key=lambda rate, k=k: trained(k, rate, TUNING_SEED, held_out)) for k in KINDS}
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for seed in SEEDS:
         for kind in KINDS:
             found[kind].append(trained(kind, rates[kind], seed, test))
-    before, _, rest = PAGE.read_text().partition(BEGIN)
     made = table(rates, found)
     print(made)
-    if rest:
-        PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
+    write_table(PAGE, BEGIN, made)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a record says of energy."""
+"""Hold what a record says of energy."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_a_loader_of_pieces_describes_itself():
     ("size", "much", "told"), [(None, 1e9, False), (None, 0.0, True), ("auto", 0.0, False), (7, 0.0, False)]
 )
 def test_the_engine_says_what_auto_would_do_with_whole_batches(size, much, told):
-    """By a warning where much is kept; what depends on the examples is not in a text that may be published."""
+    """A warning tells it where much is kept; no text that may be published has what depends on the examples."""
     model, optimizer, loader, engine = private(size)
     with (
         mock.patch.object(optimizers, "micro_batches", lambda *_: MicroBatches(9, 9, per_example=2**20)),

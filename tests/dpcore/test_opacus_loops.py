@@ -84,7 +84,7 @@ def test_gradients_that_were_changed_otherwise_are_refused(change):
 
 
 def test_an_empty_batch_has_a_loss_that_can_be_scaled_in_place():
-    """As transformers' Trainer does with the loss that its model returns."""
+    """transformers' Trainer does so with the loss that its model returns."""
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
     with installed():

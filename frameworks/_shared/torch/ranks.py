@@ -33,7 +33,7 @@ from harness.tasks import Task
 from harness.worker.process import die_with_parent, load_create
 
 LONGEST_WAIT = timedelta(days=1)
-"""For the next call: a gate computes for minutes between two."""
+"""A gate computes for minutes between two calls."""
 END_SECONDS = 10.0
 
 

@@ -94,7 +94,7 @@ def test_a_way_that_is_none_is_refused_in_the_framework_s_file(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bool]]:
-    """Of each contestant of tests/support/rank_gates.py: whether it passed, by check."""
+    """Judge the contestants of tests/support/rank_gates.py: whether each passed, by check."""
     python = os.environ.get("DPBENCH_TORCH_PYTHON")
     if not python:
         try:
