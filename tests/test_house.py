@@ -82,8 +82,8 @@ class Size:
 # these and for generators of samplers, for which, and for counts of batches, dpcore grew by 33.
 # Harness by 168, frameworks by 395 and tests by 227 for cells of several processes: a world size in cell, plan, gate
 # and clock, one helper that starts ranks, and DDP and FSDP2 of dpcore, Opacus and PyTorch.
-# Dpcore by 68 for noise that another run has drawn, what pieces would do with whole batches, and a model's file without a
-# gradient.
+# Dpcore by 68 for noise that another run has drawn, for what pieces would do with whole batches, and for a model's
+# file without a gradient.
 LIMITS = {
     "harness": Size(lines=39_213, long_classes=0, long_files=5),
     "dpcore": Size(lines=33_437, long_classes=0, long_files=0),
