@@ -24,6 +24,9 @@ REHEARSAL_READY := $(REHEARSAL)/ready
 TRITON_READY := $(TRITON)/ready
 DOCS_READY := $(DOCS)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
+# By uv where it can be had, else by pip: makes the environment and installs into it.
+UV := $(VENV)/uv-tried
+INSTALL = PATH="$(CURDIR)/$(BIN):$$PATH" $(PYTHON) -m harness.environments.installer
 
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
@@ -237,48 +240,50 @@ test-slow: $(READY) $(TORCH_READY) $(TRITON_READY)  ##ci every variant on every 
 	  $(TORCH)/bin/pytest -q tests/dpcore/test_gpu_kernels.py -m slow -p no:cacheprovider
 	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --dist loadgroup --hypothesis-profile=explore
 
-$(READY): requirements.txt pyproject.toml
-	@echo "==> Setting up the harness: a virtual environment in $(VENV) with the pins of requirements.txt"
+# The environment that installs the others, this one included.
+$(UV): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "dpbench needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Say make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) -r requirements.txt
-	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python $(PIP) $$(grep '^uv==' requirements.txt) || echo "uv is not to be had here: pip installs, which takes longer."
 	@touch $@
 
-$(TORCH_READY): tests/requirements-torch.txt tests/requirements-dependents-alone.txt
+$(READY): requirements.txt pyproject.toml | $(UV)
+	@echo "==> Setting up the harness: a virtual environment in $(VENV) with the pins of requirements.txt"
+	$(INSTALL) $(VENV) --no-compile -r requirements.txt
+	$(INSTALL) $(VENV) --no-compile --no-deps --no-build-isolation --editable .
+	@touch $@
+	@nice $(BIN)/python -m compileall -q $(VENV)/lib >/dev/null 2>&1 &  # bytecode, which nothing waits for
+
+$(TORCH_READY): tests/requirements-torch.txt tests/requirements-dependents-alone.txt | $(UV)
 	@echo "==> Setting up the test environment with torch in $(TORCH)"
-	$(PYTHON) -m venv $(TORCH)
-	$(TORCH)/bin/python $(PIP) -r tests/requirements-torch.txt
-	$(TORCH)/bin/python $(PIP) --no-deps $$(grep secureml tests/requirements-dependents-alone.txt) || echo "Its test is skipped."
+	$(INSTALL) $(TORCH) -r tests/requirements-torch.txt
+	$(INSTALL) $(TORCH) --no-deps $$(grep secureml tests/requirements-dependents-alone.txt) || echo "Its test is skipped."
 	@touch $@
 
 $(TRITON_READY): $(TORCH_READY) tests/requirements-triton.txt
 	@echo "==> Setting up Triton in $(TRITON), beside the environment with torch"
-	$(TORCH)/bin/python $(PIP) --target $(TRITON) --no-deps -r tests/requirements-triton.txt
+	$(INSTALL) $(TORCH) --target $(TRITON) --no-deps -r tests/requirements-triton.txt
 	@touch $@
 
 $(RAY_READY): $(READY) tests/requirements-ray.txt
 	@echo "==> Setting up Ray in $(RAY), beside the harness's environment"
-	$(BIN)/python $(PIP) --target $(RAY) -r tests/requirements-ray.txt
+	$(INSTALL) $(VENV) --target $(RAY) -r tests/requirements-ray.txt
 	@touch $@
 
-$(REHEARSAL_READY): tests/requirements-gpu-rehearsal.txt
+$(REHEARSAL_READY): tests/requirements-gpu-rehearsal.txt | $(UV)
 	@echo "==> Setting up $(REHEARSAL): Python 3.12 with the versions of the machine with a GPU"
 	@command -v python3.12 >/dev/null || { echo "The rehearsal needs Python 3.12, which is what that machine has; install it."; exit 2; }
-	python3.12 -m venv $(REHEARSAL)
-	$(REHEARSAL)/bin/python $(PIP) -r tests/requirements-gpu-rehearsal.txt
+	PATH="$(CURDIR)/$(BIN):$$PATH" python3.12 -m harness.environments.installer $(REHEARSAL) -r tests/requirements-gpu-rehearsal.txt
 	@touch $@
 
-$(MODELS_READY): tests/requirements-models.txt tests/requirements-torch.txt
+$(MODELS_READY): tests/requirements-models.txt tests/requirements-torch.txt | $(UV)
 	@echo "==> Setting up the environment with transformers, PEFT and timm in $(MODELS)"
-	$(PYTHON) -m venv $(MODELS)
-	$(MODELS)/bin/python $(PIP) -r tests/requirements-models.txt
+	$(INSTALL) $(MODELS) -r tests/requirements-models.txt
 	@touch $@
 
-$(DEPENDENTS_READY): tests/requirements-dependents.txt tests/requirements-dependents-alone.txt
+$(DEPENDENTS_READY): tests/requirements-dependents.txt tests/requirements-dependents-alone.txt | $(UV)
 	@echo "==> Setting up the environment with what is built on Opacus in $(DEPENDENTS)"
-	$(PYTHON) -m venv $(DEPENDENTS)
-	$(DEPENDENTS)/bin/python $(PIP) -r tests/requirements-dependents.txt
+	$(INSTALL) $(DEPENDENTS) -r tests/requirements-dependents.txt
 	$(DEPENDENTS)/bin/python $(PIP) --no-deps --ignore-requires-python -r tests/requirements-dependents-alone.txt
 	@touch $@
 
@@ -291,10 +296,9 @@ docs: $(READY) $(DOCS_READY)  ## one site: pages with search, tutorials, dpcore'
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --config-file docs/mkdocs.yml --strict --quiet
 	@echo "build/site/index.html; its search needs a server: $(PYTHON) -m http.server --directory build/site"
 
-$(DOCS_READY): docs/requirements.txt
+$(DOCS_READY): docs/requirements.txt | $(UV)
 	@echo "==> Setting up the environment of the documentation in $(DOCS)"
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python $(PIP) -r docs/requirements.txt
+	$(INSTALL) $(DOCS) -r docs/requirements.txt
 	@touch $@
 
 clean:  ## removes the virtual environments of this folder and build/; results stay

@@ -93,7 +93,8 @@ def e2e(
     run = Run(options, contestants, folder, command_line(), backend_of(isolation, device, any_image=any_image), pace)
     seconds = plan.expected_seconds(options, run.jobs)
     took = f", which take {about(seconds)} on two cores" if seconds else ""
-    first = [job for job in run.jobs if job.round == 0]
+    smallest = {task: min(sizes) for task, sizes in options.batch_sizes.items()}
+    first = [job for job in run.jobs if job.round == 0 and job.cell.batch_size == smallest[job.cell.task]]
     early = plan.expected_seconds(options, first)
     beginning = f"{len(run.jobs)} processes are planned{took}; missing environments and data come first, "
     beginning += "the gates of each task before it."

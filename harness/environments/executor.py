@@ -11,10 +11,8 @@ import importlib
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,6 +24,7 @@ from typing import IO, Any, Protocol
 
 from harness.environments import nvml, strays, validate, variables
 from harness.environments.memory_limit import MemoryLimit
+from harness.environments.orphans import dying_with_parent
 from harness.environments.referee import Direct, Referee
 from harness.environments.turns import Seat
 from harness.paths import ROOT
@@ -159,7 +158,8 @@ class Venv:
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
-                env=variables.of_worker(request.threads, self.environment, self.root) | mark,
+                # What a contestant imports is compiled by its first gate, and no process that is measured does it.
+                env=variables.of_worker(request.threads, self.environment, self.root, request.mode == "gate") | mark,
                 stdin=subprocess.PIPE if referee else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -377,13 +377,6 @@ class ToolFault(Exception):
     """A helper process failed; the message holds the tail of its error output."""
 
 
-def dying_with_parent(command: list[str]) -> list[str]:
-    """Return the command, killed by Linux when this process dies (PR_SET_PDEATHSIG outlives exec): an orphaned
-    installer would write into the folder that the next run cleans up."""
-    code = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
-    return [sys.executable, "-c", code, shutil.which(command[0]) or command[0], *command[1:]]
-
-
 def run_tool(
     python: Path,
     module: str,
@@ -399,7 +392,7 @@ def run_tool(
         done = subprocess.run(
             dying_with_parent([str(python), "-m", module, *arguments]),
             cwd=ROOT,
-            env=variables.of_worker(len(os.sched_getaffinity(0)), environment or {}),
+            env=variables.of_worker(len(os.sched_getaffinity(0)), environment or {}, leaves_bytecode=True),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

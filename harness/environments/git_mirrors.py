@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.environments import executor, variables
+from harness.environments import variables
+from harness.environments.orphans import dying_with_parent
 from harness.errors import BadInput
 
 VARIABLE = "DPBENCH_GIT_MIRRORS"
@@ -136,7 +137,7 @@ def _copy(pin: GitPin, source: Path, copy: Path) -> None:
 def _git(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            executor.dying_with_parent(["git", *arguments]),
+            dying_with_parent(["git", *arguments]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

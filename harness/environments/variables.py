@@ -1,4 +1,4 @@
-"""List the shell's variables that reach a worker, pip and git, of which a record names what a library
+"""List the shell's variables that reach a worker, installers and git, of which a record names what a library
 may read."""
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ it. What is on neither list (ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY, OMP_NUM_TH
 INSTALLER = re.compile(
     r"PIP_(INDEX_URL|EXTRA_INDEX_URL|NO_INDEX|FIND_LINKS|TRUSTED_HOST|CERT|CLIENT_CERT|PROXY|TIMEOUT|DEFAULT_TIMEOUT|"
     r"RETRIES|CACHE_DIR|NO_CACHE_DIR|CONFIG_FILE|KEYRING_PROVIDER)|GIT_(?!DIR|WORK_TREE|INDEX_FILE)\w+|SSH_\w+|"
-    r"SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS"
+    r"SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|"
+    r"UV_(CACHE_DIR|LINK_MODE|\w*INDEX\w*|FIND_LINKS|OFFLINE|HTTP_TIMEOUT|INSECURE_HOST)"
 )
-"""What pip and git need beside the first list: where packages come from, and how the network is reached."""
+"""What installers and git need beside the first list: where packages come from, and how the network is reached."""
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 COMPUTES = re.compile(
     r"lib(gomp|iomp|omp|mkl|openblas|blas|lapack|cu(?!rl)|nv|nccl|tcmalloc|jemalloc|mimalloc|torch|stdc)\S*\.so\S*"
@@ -44,17 +45,21 @@ def named() -> dict[str, str]:
     return found
 
 
-def of_worker(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
+def of_worker(
+    threads: int, extra: Mapping[str, str], root: Path = ROOT, leaves_bytecode: bool = False
+) -> dict[str, str]:
     """Return the worker's environment variables: it sees the repository, its thread count, and what is on the lists.
 
     Args:
         threads: of every pool.
         extra: further variables, which the contestant declares.
         root: the tree that it imports from.
+        leaves_bytecode: whether Python keeps the bytecode of what it imports, for the processes after it.
     """
     return {
         **{k: v for k, v in os.environ.items() if HANDED_ON.fullmatch(k) or NAMED.fullmatch(k)},
         **of_every_worker(threads, root),
+        **({"PYTHONDONTWRITEBYTECODE": ""} if leaves_bytecode else {}),
         # An index into all of nvidia-smi's devices then means the same device to CUDA.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         # A library that asks for a home folder finds one, whoever runs this.
@@ -79,8 +84,8 @@ def of_every_worker(threads: int, root: Path) -> dict[str, str]:
 
 
 def of_installer(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of pip and git: no other place than the environment itself is installed to or
-    looked into, whatever the shell says.
+    """Return the environment variables of installers and git: no other place than the environment itself is installed
+    to or looked into, whatever the shell says.
 
     Args:
         extra: further variables.

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from harness.environments import executor, git_mirrors, variables
+from harness.environments import executor, git_mirrors, installer, variables
 from harness.environments.backend import AnyContestant, Argument, LocalBackend, Log, as_words
 from harness.environments.executor import WORKER, Executor, Venv
 from harness.environments.unavailable import Unavailable
@@ -190,33 +189,28 @@ def _build(framework: Framework, folder: Path, log: Log) -> Environment:
     start = time.monotonic()
     log(f"Environment of {framework.name}: installing {framework.requirements.name} into {folder}")
     log_file = parent() / f"{framework.lock_hash}.log"
-    pip = [str(folder / "bin" / "python"), "-I", "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-    commands = [
-        [interpreter(framework.python), "-I", "-m", "venv", str(folder)],
-        [*pip, "-r", str(framework.requirements)],
-    ]
+    needed = [["-r", str(framework.requirements)]]
     if pins(framework.requirements_without_dependencies):
-        commands.append([*pip, "--no-deps", "-r", str(framework.requirements_without_dependencies)])
+        needed.append(["--no-deps", "-r", str(framework.requirements_without_dependencies)])
     try:
         with (
             git_mirrors.redirected(_git_pins(framework), git_mirrors.folder()) as redirections,
             log_file.open("w") as output,
         ):
             git_mirrors.check_reachable(_git_pins(framework), redirections)
-            for command in commands:
-                done = subprocess.run(
-                    executor.dying_with_parent(command),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env=variables.of_installer(redirections),
-                )
-                if done.returncode:
-                    raise EnvironmentFault(_why(command, done.returncode, log_file))
+            given = variables.of_installer(redirections)
+            python = interpreter(framework.python)
+            for step in (
+                lambda: installer.make(folder, python, output, given),
+                # Bytecode is made by the first process of the gate, for what a contestant uses.
+                *(lambda n=n: installer.install(folder, n, output, given, compiled=False) for n in needed),
+            ):
+                if code := step():
+                    raise EnvironmentFault(_why(code, log_file))
         if lacking := _lacking(folder, framework):
             raise EnvironmentFault(
-                f"not installable here: pip ended well, and {', '.join(lacking)} is not in {folder}; the whole log is "
-                f"{log_file}."
+                f"not installable here: its installer ended well, and {', '.join(lacking)} is not in {folder}; the "
+                f"whole log is {log_file}."
             )
     except git_mirrors.GitFault as fault:
         raise EnvironmentFault(str(fault)) from None
@@ -235,14 +229,14 @@ def _git_pins(framework: Framework) -> list[git_mirrors.GitPin]:
     return git_mirrors.git_pins(line for file in files for line in pins(file))
 
 
-def _why(command: list[str], code: int, log_file: Path) -> str:
+def _why(code: int, log_file: Path) -> str:
     """Return one sentence: what could not be installed, and where the log is."""
     text = log_file.read_text(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-2:]
     errors = [re.sub(r" *\(from versions:[^)]*\)", "", line) for line in errors]  # a list of every release
     return (
-        f"not installable here: `{' '.join(command[1:4])} …` ended with {code} ({' '.join(errors)[-300:]}); "
+        f"not installable here: `pip install` ended with {code} ({' '.join(errors)[-300:]}); "
         f"the whole log is {log_file}."
     )
 

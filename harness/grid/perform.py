@@ -12,7 +12,7 @@ import tarfile
 import time
 from pathlib import Path
 
-from harness.environments.executor import dying_with_parent
+from harness.environments.orphans import dying_with_parent
 from harness.grid.folder import (
     BEAT,
     BEAT_SECONDS,

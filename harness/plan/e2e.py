@@ -276,9 +276,10 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
     """Return all processes in the order in which they run.
 
     Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
-    random order, in the first one task by task, so that each task's gates come right before it; within a block as
-    :func:`_of_block` has it. In the first round a block's memory processes come before its timed ones, which take
-    turns: they are the untimed replays that the timed weights are compared with.
+    random order, in the first one every task at its smallest size before the others, so that each task's gates come
+    right before it and a table of all tasks soon; within a block as :func:`_of_block` has it. In the first round a
+    block's memory processes come before its timed ones, which take turns: they are the untimed replays that the timed
+    weights are compared with.
     Where nothing is timed, every round has them.
     """
     rng = random.Random(f"dpbench {options.seed}")
@@ -287,7 +288,8 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
     for number in range(max(map(options.rounds_of, options.tasks))):
         rng.shuffle(blocks)
         if number == 0:
-            blocks.sort(key=lambda block: options.tasks.index(block[0]))
+            sizes = {task: sorted(options.batch_sizes[task]) for task in options.tasks}
+            blocks.sort(key=lambda block: (sizes[block[0]].index(block[1]), options.tasks.index(block[0])))
         for task, size in blocks:
             if number >= options.rounds_of(task):
                 continue

@@ -165,12 +165,16 @@ class Run(Session[Options, Contestant, Job, Request]):
         return {**self.backend.describe(), **depends_on(self.options, self.hashes), "place": self.place()}
 
     def prepare(self, log: Log) -> None:
-        """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
-        for name in sorted({TASKS[task].dataset for task in self.options.tasks}):
-            self.data[name] = ensure_data(name, self.options.synthetic, log)
-            self.watched.add(store.files(name, self.options.synthetic))
+        """Make the environments. One that cannot be built makes its cells ``unsupported``."""
         for contestant in self.contestants:
             self.executors[contestant.name] = self._executor(contestant, log)
+
+    def ensure_data(self, task: str, log: Log) -> None:
+        """Fetch the task's data set where it is missing: no row waits for another task's."""
+        name = TASKS[task].dataset
+        if name not in self.data:
+            self.data[name] = ensure_data(name, self.options.synthetic, log)
+            self.watched.add(store.files(name, self.options.synthetic))
 
     def _executor(self, contestant: Contestant, log: Log) -> Executor | Unavailable:
         return self.backend.executor(contestant, log)
@@ -191,6 +195,7 @@ class Run(Session[Options, Contestant, Job, Request]):
     def judged(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Record:
         """Return the record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier
         verdict."""
+        self.ensure_data(task, log)
         started = Moment()
         verdict = self.gates.judge(contestant, task, log, fresh)
         name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"

@@ -202,6 +202,7 @@ class GpuRun:
             e2e = self.e2e
             work += self._references([t for t in reversed(e2e.options.tasks) if t not in gpu_plan.TODAY], progress)
             work.append(lambda: e2e.prepare(progress.log))
+            work += [lambda task=task: e2e.ensure_data(task, progress.log) for task in e2e.options.tasks]  # type: ignore[misc]
         if self.frontier is not None:
             frontier = self.frontier
             work.append(lambda: frontier.prepare(progress.log))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from harness.environments.executor import dying_with_parent
+from harness.environments.orphans import dying_with_parent
 from harness.grid.drive import Launcher
 from harness.grid.folder import GridFolder
 from harness.grid.plan import Unit
