@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shlex
 import sys
 import time
@@ -24,6 +25,7 @@ from harness.gate import admission
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
+from harness.plan.gpu import TODAY
 from harness.plan.registry import Contestant
 from harness.run import block, peaks, replays
 from harness.run.gates import Gates
@@ -32,6 +34,7 @@ from harness.run.pace import Pace
 from harness.run.progress import Progress
 from harness.run.remaining import about
 from harness.run.session import Moment, Session, changed
+from harness.run.side_by_side import side_by_side
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Accuracy, Cell, Data, Gate, Load, Probe, Record, Seeds, Timed
 from harness.tasks import TASKS, definition_hash, known_task
@@ -118,9 +121,13 @@ class Run(Session[Options, Contestant, Job, Request]):
         each. Containers, GPUs, whole epochs and several processes that train together are measured one after the
         other."""
         is_short = self.options.budget_seconds is not None and self.protocol.warm_up and self.protocol.sampling != "own"
-        here = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
-        is_alone = all(c.world_size == 1 for c in self.contestants)
-        return is_short and is_alone and self.options.device == "cpu" and all(type(e) is Venv for e in here)
+        return is_short and self._runs_here and all(c.world_size == 1 for c in self.contestants)
+
+    @property
+    def _runs_here(self) -> bool:
+        """Whether all workers are processes of this machine's processors, and none a container."""
+        made = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
+        return self.options.device == "cpu" and all(type(e) is Venv for e in made)
 
     def _measured(self, job: Job, progress: Progress) -> Record:
         """A timed process is measured together with those of its block that are still to be."""
@@ -181,16 +188,24 @@ class Run(Session[Options, Contestant, Job, Request]):
 
     def _judge_all(self, progress: Progress, task: str) -> None:
         """Judge all contestants on a task, before its first block: so the first rows come soon."""
-        for contestant in self.contestants:
-            if (contestant.name, task) in self.gates.verdicts:
-                continue
-            started = Moment()
-            what = f"gate · {task} · {contestant.name}"
-            progress.doing(what)
-            record = self.judged(contestant, task, progress.log)
-            outcome = "passed" if record.state == "ok" else outcome_of(record)
-            how = "remembered" if self.gates.verdicts[contestant.name, task].cached else about(started.seconds)
-            progress.log(f"{what}: {outcome} ({how})")
+        unjudged = [c for c in self.contestants if (c.name, task) not in self.gates.verdicts]
+        if not unjudged:
+            return
+        progress.doing(f"gates of {task}")
+        self.ensure_data(task, progress.log)
+        # A gate has no clock, and those of the tasks of today need the machine's memory.
+        slots = max(1, len(os.sched_getaffinity(0)) // self.threads) if self._runs_here and task not in TODAY else 1
+        side_by_side([lambda c=c: self._judge(c, task, progress.log) for c in unjudged], slots)  # type: ignore[misc]
+        for contestant in unjudged if slots > 1 else []:
+            if self.gates.may_blame_neighbours(contestant, task):
+                self._judge(contestant, task, progress.log, fresh=True)
+
+    def _judge(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> None:
+        started = Moment()
+        record = self.judged(contestant, task, log, fresh)
+        outcome = "passed" if record.state == "ok" else outcome_of(record)
+        how = "remembered" if self.gates.verdicts[contestant.name, task].cached else about(started.seconds)
+        log(f"gate · {task} · {contestant.name}: {outcome} ({how})")
 
     def judged(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Record:
         """Return the record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier

@@ -62,6 +62,13 @@ class Gates:
                 result = unforeseen(error)
             return Verdict(result.state, result.reason, nothing, {}, result.log_tail)
 
+    def may_blame_neighbours(self, contestant: Contestant, task: str) -> bool:
+        """Return whether a verdict that was made beside others is to be made again alone: it did not pass, and nobody
+        expected it."""
+        verdict = self.verdicts[contestant.name, task]
+        is_new = not verdict.passed and verdict.state != "unsupported" and not verdict.cached
+        return is_new and not contestant.variant.why_rejected(task)
+
     def of(self, job: Job) -> Verdict:
         """Return the verdict on the job's contestant at its task."""
         return self.verdicts[job.contestant.name, job.cell.task]

@@ -10,11 +10,9 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-
-import psutil
 
 from harness.analysis import accounting
 from harness.data import store as data_store
@@ -38,6 +36,7 @@ from harness.run.gpu_summary import Place as Where
 from harness.run.job_text import outcome_of, title_of
 from harness.run.layers import LayerRun
 from harness.run.progress import Progress
+from harness.run.side_by_side import side_by_side
 from harness.store import cache, record
 from harness.store.folder import RunFolder, portable
 from harness.store.read import SUMMARY
@@ -231,9 +230,7 @@ class GpuRun:
         for job in unjudged if self.slots > 1 else []:
             # Its neighbours may be the reason: alone, it gets another chance.
             assert self.e2e is not None
-            verdict = self.e2e.gates.of(job)
-            declared = job.contestant.variant.why_rejected(job.cell.task)
-            if not verdict.passed and verdict.state != "unsupported" and not verdict.cached and not declared:
+            if self.e2e.gates.may_blame_neighbours(job.contestant, job.cell.task):
                 self._judge(job, progress, fresh=True)
         self._side_by_side([lambda job=job: self._record(job, progress) for job in tier.untimed], self.slots)  # type: ignore[misc]
         for timed in tier.timed:
@@ -284,21 +281,14 @@ class GpuRun:
     def _side_by_side(self, work: Sequence[Callable[[], object]], slots: int) -> None:
         """All of it; the first error is raised once what is under way has ended."""
         self.backend.side_by_side = slots > 1
-        pool = ThreadPoolExecutor(slots)
         try:
-            futures: list[Future[object]] = [pool.submit(one) for one in work]
-            for future in futures:
-                future.result()
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            if not isinstance(error, OutOfTime):
-                self.deadline.end()
-                for child in psutil.Process().children(recursive=True):
-                    with suppress(psutil.Error):
-                        child.kill()
+            side_by_side(work, slots, let_end=(OutOfTime,))
+        except OutOfTime:
+            raise
+        except BaseException:
+            self.deadline.end()
             raise
         finally:
-            pool.shutdown(wait=True)
             self.backend.side_by_side = False
 
     # ---- what it leaves

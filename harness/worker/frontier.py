@@ -34,7 +34,7 @@ def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     m = Measurement(request, emit)
     m.place()
     start_up = memory.steady()
-    emit({"event": "start-up", "resident_bytes": start_up})
+    emit({"event": "start-up", "resident_bytes": start_up + memory.of_files()})
     emit({"event": "phase", "phase": "steps"})
     rng = np.random.default_rng([request.batch_seed, request.batch_size, 0xF20])
     memory.reset_peak()

@@ -19,8 +19,8 @@ from harness.report.model import MEBIBYTE, Picture, Section
 FEWEST_SIZES = 3
 """Batch sizes; fewer make no curve, and the table says as much."""
 INSTRUMENTS = {
-    "peak_resident_growth": "resident pages as Linux counts them (VmHWM), whichever allocator holds them, above the "
-    "loaded data and model, in a process that measures nothing else",
+    "peak_resident_growth": "resident pages as Linux counts them (VmHWM), without those of files, whichever allocator "
+    "holds them, above the loaded data and model, in a process that measures nothing else",
     "nvml_process_peak": "the GPU driver (NVML), seen every 0.1 s",
     "cuda_peak_allocated": "the framework's own CUDA allocator, bytes that tensors occupied",
 }

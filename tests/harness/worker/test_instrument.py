@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -228,3 +229,24 @@ def test_memory_of_children_counts_while_they_live_and_when_they_have_ended() ->
     now, peak, now_after, peak_after, peak_anew = map(int, done.stdout.split())
     assert min(now, peak, peak_after) >= 48 * 2**20
     assert max(now_after, peak_anew) < 24 * 2**20
+
+
+MAPS = """
+import mmap, sys
+from harness.worker import memory
+memory.settle()
+before = memory.now()
+memory.reset_peak()
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    total = sum(mapped[at] for at in range(0, len(mapped), 4096))
+    print(memory.of_files() >= 2**26, memory.now() - before, memory.peak() - before)
+"""
+
+
+def test_mapped_pages_of_a_file_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "library").write_bytes(bytes(2**26))
+    command = [sys.executable, "-c", MAPS, str(tmp_path / "library")]
+    is_mapped, now, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert is_mapped == "True"
+    assert abs(int(now)) < 2**22 and abs(int(peak)) < 2**22

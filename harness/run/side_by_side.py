@@ -1,0 +1,34 @@
+"""Run pieces of work in threads, each of which waits for a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
+
+
+def side_by_side(
+    work: Sequence[Callable[[], object]], slots: int, let_end: tuple[type[BaseException], ...] = ()
+) -> None:
+    """Do all of it, so many pieces at once, and raise the first error once nothing is under way.
+
+    Args:
+        work: the pieces.
+        slots: how many at once.
+        let_end: errors after which what is under way goes on to its end; after any other its processes are killed.
+    """
+    pool = ThreadPoolExecutor(slots)
+    try:
+        for future in [pool.submit(one) for one in work]:
+            future.result()
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        if not isinstance(error, let_end):
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    child.kill()
+        raise
+    finally:
+        pool.shutdown(wait=True)
