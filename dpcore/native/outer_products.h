@@ -35,12 +35,14 @@ static void tile(const float* g, int64_t g_pitch, const float* x, int64_t positi
             for (int n = 0; n < N; ++n) acc[m][n] = load(out + m * pitch + n * W, columns - n * W);
     }
     for (int64_t t = 0; t < positions; ++t, g += g_pitch, x += N * W) {
-        const Unaligned* wide = (const Unaligned*)x;
+        V y[M];  // as in multiply() of vectors.h
 #pragma GCC unroll 6
-        for (int m = 0; m < M; ++m) {
-            const V y = all(g[m]);
+        for (int m = 0; m < M; ++m) y[m] = all(g[m]);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[m][n] += y * (V)wide[n];
+        for (int n = 0; n < N; ++n) {
+            const V wide = *(const Unaligned*)(x + n * W);
+#pragma GCC unroll 6
+            for (int m = 0; m < M; ++m) acc[m][n] += y[m] * wide;
         }
     }
 #pragma GCC unroll 6

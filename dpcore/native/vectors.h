@@ -85,12 +85,15 @@ template <int M, int N>
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) acc[m][n] = sums[m * N + n];
     for (int64_t k = 0; k < depth; ++k, packed += N * W) {
-        const Unaligned* weights = (const Unaligned*)packed;
+        // All rows' numbers and one vector of the panel at a time: with a whole panel of them clang runs out of registers.
+        V x[M];
 #pragma GCC unroll 6
-        for (int m = 0; m < M; ++m) {
-            const V x = all(a[m * pitch + k]);
+        for (int m = 0; m < M; ++m) x[m] = all(a[m * pitch + k]);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[m][n] += x * (V)weights[n];
+        for (int n = 0; n < N; ++n) {
+            const V weights = *(const Unaligned*)(packed + n * W);
+#pragma GCC unroll 6
+            for (int m = 0; m < M; ++m) acc[m][n] += x[m] * weights;
         }
     }
 #pragma GCC unroll 6
