@@ -5,15 +5,7 @@ likelihoods is under Q the mean S of T independent lognormals of mean 1, and δ(
 addition E[(1 - e^ε S)_+]. Both are means of convex functions of S, so that whatever spreads S and keeps its mean can
 only raise them. Here the lognormal is spread to a grid, and after every addition so is the sum: the mass of each value
 goes to its two neighbours on a new grid. All of it are sums of positive numbers, which lose no digits. What lies beyond
-a grid's end counts as an infinite loss: the mass E[S; beyond] for removal, P(beyond) for addition.
-
-Why P and Q are the worst case: units are placed independently, so the places of all others may be known, and one unit's
-clipped gradient g_t, of norm at most 1 in units of C and chosen by what was released before, moves the release of its
-own batch alone. From y_t of the pair that release is made as y_t g_t + N(0, σ²(I - g_t g_tᵀ)), which is postprocessing.
-
-Why a spread is a bound: S' has E[S' | S] = S, so by Jensen's inequality the mean of every convex function rises, and it
-does behind a further independent term R, too: S + R is a conditional mean of S' + R. For the same reason a batch that
-is used again is covered by a Gaussian mechanism that always holds the unit.
+a grid's end counts as an infinite loss.
 """
 
 from __future__ import annotations
