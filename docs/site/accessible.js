@@ -1,9 +1,12 @@
-// Names and focus that the theme's own parts lack. It builds some of them late, so every change of the page is looked at.
+// Names and focus that the theme's own parts lack. It builds some of them late, and takes the focus of code
+// away again, so every change of the page is looked at.
 function complete() {
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
   for (const region of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
     if (region.tabIndex < 0) region.tabIndex = 0;
   }
+  // A table's corner heads nothing: it is a cell.
+  for (const corner of document.querySelectorAll("th:empty:not([role])")) corner.setAttribute("role", "cell");
 }
 complete();
-new MutationObserver(complete).observe(document.body, {childList: true, subtree: true});
+new MutationObserver(complete).observe(document.body, {childList: true, subtree: true, attributeFilter: ["tabindex"]});
