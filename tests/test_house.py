@@ -84,12 +84,14 @@ class Size:
 # and clock, one helper that starts ranks, and DDP and FSDP2 of dpcore, Opacus and PyTorch.
 # Dpcore by 68 for noise that another run has drawn, for what pieces would do with whole batches, and for a model's
 # file without a gradient.
+# Dpcore by 76 and tests by 192 for steps that are counted before a hook sees them, samplers that cannot go on, epochs
+# that were left, and no noise.
 LIMITS = {
     "harness": Size(lines=39_213, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_437, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_513, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_214, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_418, long_classes=0, long_files=0),
-    "tests": Size(lines=57_449, long_classes=0, long_files=16),
+    "tests": Size(lines=57_641, long_classes=0, long_files=16),
 }
 
 
