@@ -257,7 +257,7 @@ class DPDataLoader(CountingDataLoader):
         if generator is not None:
             seed = drawn_seed(generator)
         check_sampling(sampling, max_batch_size)
-        self._rounds = 0
+        self.open_rounds = 0  # which have begun, and neither ended nor were left
         self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
         self._newest: int | None = None
@@ -378,11 +378,11 @@ class DPDataLoader(CountingDataLoader):
         )
 
     def __iter__(self) -> Any:
-        self._rounds += 1
+        self.open_rounds += 1
         try:
             yield from super().__iter__()
         finally:
-            self._rounds -= 1
+            self.open_rounds -= 1
 
     def _begin(self) -> list[int]:
         self.sampler_state.begin()
@@ -399,7 +399,7 @@ class DPDataLoader(CountingDataLoader):
         if not self.num_workers:
             return self.sampler_state.drawn - 1
         # Workers draw ahead, and rounds that are open at once draw in turn.
-        known = begun is self._open and self._rounds == 1 and getattr(self, "in_order", True)
+        known = begun is self._open and self.open_rounds == 1 and getattr(self, "in_order", True)
         return begun[0] + begun[1] - 1 if known else None
 
     @property
@@ -448,7 +448,7 @@ class DPDataLoader(CountingDataLoader):
                 f"The sample rate cannot be changed with sampling={self.kind!r}, whose epochs are counted by their "
                 "number of batches; take sampling='poisson' for a schedule of the batch size."
             )
-        if self._rounds:
+        if self.open_rounds:
             raise ValueError("The sample rate was changed within a round of the loader; do it between rounds.")
         sampler = self.sampler_state
         if sampler.steps == steps_per_epoch(self.sample_rate):
@@ -466,7 +466,7 @@ class DPDataLoader(CountingDataLoader):
         """
         sampler = self.sampler_state
         state = sampler.state_dict() | self.among
-        if self._open is None or self._rounds != 1 or not getattr(self, "in_order", True):
+        if self._open is None or self.open_rounds != 1 or not getattr(self, "in_order", True):
             return state
         first, taken = self._open
         ahead = sampler.drawn - first - taken if self.num_workers else 0

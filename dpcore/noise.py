@@ -31,6 +31,15 @@ _LAST: dict[tuple[int, int], tuple[int, object]] = {}
 """The last step that has drawn from each secret stream in this process, by seed and rank, and the source of it."""
 
 
+def warn_without_noise(noise_multiplier: float, before: float | None = None) -> None:
+    """Say what a run without noise promises, unless it had none ``before``."""
+    if noise_multiplier == 0.0 != before:
+        warn_caller(
+            "noise_multiplier is 0, so no noise is added, and the run has no privacy: its epsilon is infinite. Use it "
+            "to compare; for a release take 1.0, say, or let make_private_with_epsilon find it for a budget."
+        )
+
+
 class GaussianNoise:
     """Standard normal noise for one training run; ``seed`` None draws a secret 128-bit seed.
 

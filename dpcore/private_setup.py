@@ -369,7 +369,7 @@ class Setup:
         if failure():
             spending.accountant.add_failure_probability(0.0)  # raises an error where it would not be charged
         run.setting["max_batch_size"] = None if poisson is None else poisson.sampler_state.max_batch_size
-        private.attach_step_hook(lambda of: spending.count(of, rate(), failure()))
+        run.count = lambda of: spending.count(of, rate(), failure())
         private.attach_step_guard(lambda of: spending.check_budget(of, rate(), failure()))
         if isinstance(loader, CountingDataLoader):
             give(loader, spending.unused)

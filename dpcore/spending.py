@@ -167,10 +167,11 @@ class Spending:
         failure = min(1.0, 2.0 * loader.sampler_state.overflow) if isinstance(loader, DPDataLoader) else 0.0
         if isinstance(loader, DPDataLoader) and isinstance(sampler := loader.sampler_state, EpochSampler):
             is_waiting = loader.handed_out > optimizer.run.batches_seen
+            following = sampler.drawn - 1 if is_waiting else sampler.following(is_open=loader.open_rounds > 0)
             if (correlation := optimizer.run.correlation) is not None:
-                cost = correlation.cost(sampler.drawn - is_waiting)
+                cost = correlation.cost(following)
                 return self._epsilon_beyond(*_of_round(optimizer.noise_multiplier, cost), failure) is None
-            begins = not is_waiting and not sampler.drawn % sampler.steps
+            begins = not is_waiting and not following % sampler.steps
             name = sampler.epoch_of(sampler.drawn - 1)
             own = self._uncounted(sampler.begun if name is None else [name], optimizer.noise_multiplier)
             rate = sampler.rate_of_epoch if begins or own else 0.0
@@ -179,7 +180,7 @@ class Spending:
     def check_budget(self, optimizer: DPOptimizer, rate: float, failure: float = 0.0) -> None:
         """BudgetError where the step at hand would exceed the budget; ``failure``: the chance that a batch was cut."""
         noise, costs, steps = self._entries(optimizer, rate)[0][0]  # a second entry costs nothing
-        failure = min(1.0, failure * optimizer.accumulated_iterations / steps)
+        failure = min(1.0, failure * optimizer.logical_batch.batches / steps)
         spent = self._epsilon_beyond(noise, costs, steps, failure)
         if spent is not None and self.budget is not None:
             raise self.budget.refusal(spent)
@@ -203,7 +204,7 @@ class Spending:
         Of a loader that deals epochs a step brings the epochs of its batches, those that no step has brought before.
         """
         entries, begun = self._entries(optimizer, rate)
-        k = optimizer.accumulated_iterations
+        k = optimizer.logical_batch.batches
         if begun is None:
             self.accountant.get_optimizer_hook_fn(rate)(optimizer)
         else:
@@ -224,7 +225,7 @@ class Spending:
         Where it is not known which batches it has used, all epochs count of which it may have used one. A batch that
         was used before, or of which nothing is known, is a step of all examples: an epoch covers each batch once.
         """
-        k, loader = optimizer.accumulated_iterations, optimizer.run.loader
+        k, loader = optimizer.logical_batch.batches, optimizer.run.loader
         noise = optimizer.noise_multiplier / k**0.5
         sampler = loader.sampler_state if isinstance(loader, DPDataLoader) else None
         if not isinstance(sampler, EpochSampler):

@@ -183,6 +183,21 @@ class Adapter(ABC):
         """
         return None
 
+    def noise_factor(self, steps: int) -> Array | None:
+        """State how the noise of the first ``steps`` steps is correlated (DP-FTRL, the matrix mechanism).
+
+        Their noise is sigma*C times the rows of F^-1 Z, with independent N(0, I) in the rows of Z and a lower
+        triangular Toeplitz matrix F. The gate multiplies it by F and judges what is left as it judges independent
+        noise.
+
+        Args:
+            steps: steps since ``build``.
+
+        Returns:
+            The first column of F, float [steps], which begins with 1; None where each step's noise is its own.
+        """
+        return None
+
 
 def require(adapter: Adapter, setting: Setting) -> None:
     """Raise :class:`Unsupported` where the adapter does not train by the optimizer of ``setting``, or in its precision.

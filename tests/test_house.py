@@ -85,12 +85,16 @@ class Size:
 # Dpcore by 68 for noise that another run has drawn, for what pieces would do with whole batches, and for a model's
 # file without a gradient.
 # 2026-11-28: harness/environments/installer.py, uv told what pip is told, and its tests.
+# Dpcore by 76 and tests by 192 for steps that are counted before a hook sees them, samplers that cannot go on, epochs
+# that were left, and no noise.
+# Harness by 87, frameworks by 35 and tests by 159 for noise that is correlated over steps, in the gate: what makes it
+# white, nine faults in it, and dpcore's mechanisms as contestants.
 LIMITS = {
-    "harness": Size(lines=39_363, long_classes=0, long_files=5),
-    "dpcore": Size(lines=33_437, long_classes=0, long_files=0),
+    "harness": Size(lines=39_505, long_classes=0, long_files=5),
+    "dpcore": Size(lines=33_513, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_214, long_classes=0, long_files=0),
-    "frameworks": Size(lines=6_418, long_classes=0, long_files=0),
-    "tests": Size(lines=57_509, long_classes=0, long_files=16),
+    "frameworks": Size(lines=6_453, long_classes=0, long_files=0),
+    "tests": Size(lines=57_882, long_classes=0, long_files=16),
 }
 
 

@@ -173,7 +173,7 @@ class IAccountant(ABC):
         """
 
         def hook(optimizer: Any) -> None:
-            k = optimizer.accumulated_iterations
+            k = optimizer.logical_batch.batches
             count(self, optimizer.noise_multiplier / k**0.5, sample_rate, k)
 
         return hook

@@ -16,9 +16,9 @@ from dpcore.engine import checks
 from dpcore.engine.batch_sums import BatchSums, ClippedSum, LossFn
 from dpcore.engine.together import together
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.accumulator import Accumulator, Factors
-from dpcore.noise import GaussianNoise
+from dpcore.noise import GaussianNoise, warn_without_noise
 from dpcore.privacy_unit import check_group
 from dpcore.release import Release
 from dpcore.validators.parameters import check_hooks, check_recordable
@@ -53,10 +53,11 @@ class Engine:
         group: K, how many rows that follow each other are one example, the privacy unit: K views of it, or a user's
             rows. Its gradient is that of the mean of its rows' losses, clipped once; batches, B and sizes are counted
             in such examples, while inputs, targets and losses have B K rows.
+        mechanism: None; noise that is correlated over steps is for ``PrivacyEngine.make_private``.
 
     Raises:
-        UnsupportedError: the model is compiled already, sharded, or cannot be recorded. With ``compile``: recurrent
-            layers, and at the first step what cannot be traced.
+        UnsupportedError: the model is compiled already, sharded, or cannot be recorded; or there is a mechanism. With
+            ``compile``: recurrent layers, and at the first step what cannot be traced.
         ValueError: a bound or a size is out of its range.
     """
 
@@ -75,7 +76,14 @@ class Engine:
         compile: bool | str = False,
         check_isolation: bool = True,
         group: int = 1,
+        mechanism: None = None,
     ) -> None:
+        if mechanism is not None:
+            raise UnsupportedError(
+                f"mechanism is {mechanism!r}, and the noise of an Engine's steps is independent: an engine is not told "
+                "which batches hold the same examples, by which alone the cost of correlated noise is known. Leave it "
+                "out, or pass it to PrivacyEngine.make_private."
+            )
         refuse_compiled(model)
         check_recordable(model)
         self.model = model
@@ -196,6 +204,8 @@ class Engine:
         # The divisor goes into the clip factors and the noise, and the noise is drawn where the sums are then added: no
         # pass over the sums is spent on either.
         scale = 1.0 / check_divisor(self.expected_batch_size)
+        if not self.steps:
+            warn_without_noise(self.noise_multiplier)
         flat = self.accumulator.flat
         release = Release.by(self, self.accumulator.check_noise(self.noise_multiplier, scale))
         self._withdraw()

@@ -115,8 +115,12 @@ class EpochSampler(UniformWithReplacementSampler):
 
     def begin(self) -> None:
         """Leave an epoch that was broken off, unless what is left of it is to come."""
-        if self._resumed is None:
-            self.drawn += -self.drawn % self.steps
+        self.drawn = self.following(is_open=False)
+
+    def following(self, is_open: bool) -> int:
+        """Return the number of the next draw; ``is_open``: whether it is of an iteration that has begun."""
+        goes_on = is_open or self._resumed is not None
+        return self.drawn if goes_on else self.drawn + -self.drawn % self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
         self.begin()

@@ -70,8 +70,13 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         ValueError: there is no example, or a number is out of its range.
     """
 
+    secure = False
+    max_batch_size: int | None = None
+    drawn = 0
+    """How many lists were drawn; of a subclass with an ``__iter__`` of its own it is not known."""
     _generator: torch.Generator | None = None
     _generator_of: int | None = None  # the seed of which it was made
+    _was_asked = False  # for its generator, whose numbers a state does not tell
 
     def __init__(
         self,
@@ -98,7 +103,6 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             self.seed = check_seed(seed)
         self.secure = secure
         self.max_batch_size = _checked_most(max_batch_size)
-        self.drawn = 0
         self._generator = generator
         self._left = 0
         self._resumed: int | None = None
@@ -122,14 +126,14 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         """
         if "seed" not in vars(self):
             draw_seed(self)
+        self._was_asked = True
         if self._generator is None or self._generator_of not in (None, self.seed):  # a forked process has another seed
             self._generator, self._generator_of = torch.Generator().manual_seed(self.seed % 2**63), self.seed
         return self._generator
 
     @generator.setter
     def generator(self, generator: torch.Generator | None) -> None:
-        own = [kind for kind in type(self).__mro__ if not kind.__module__.startswith(("dpcore.", "torch."))]
-        if not any({"__iter__", "draw"} & vars(kind).keys() for kind in own):
+        if not self._has_own("__iter__", "draw"):
             raise UnsupportedError(
                 f"The generator of a {type(self).__name__} was set, whose lists are functions of its seed: it would "
                 "draw nothing. Pass generator= or seed= when the sampler is built; or override __iter__(), and draw "
@@ -138,6 +142,11 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self._generator, self._generator_of = generator, None
         if generator is None:
             draw_seed(self)
+
+    def _has_own(self, *names: str) -> bool:
+        """Return whether a class of the user's defines one of these."""
+        own = [kind for kind in type(self).__mro__ if not kind.__module__.startswith(("dpcore.", "torch."))]
+        return any({*names} & vars(kind).keys() for kind in own)
 
     @property
     def kind(self) -> str:
@@ -205,14 +214,37 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         """Return seed, number of batches drawn and of those left in the round, as decimal strings.
 
         A seed has up to 128 bits.
+
+        Raises:
+            UnsupportedError: a subclass draws by itself, so that these three do not decide its lists.
         """
+        self._check_resumes(is_counted=self.drawn > 0)
         return {"seed": str(self.seed), "drawn": str(self.drawn), "left": str(self._left)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Continues where the state was saved: the next round is what was left of the interrupted one."""
+        """Continues where the state was saved: the next round is what was left of the interrupted one.
+
+        Raises:
+            UnsupportedError: a subclass draws by itself.
+        """
+        self._check_resumes(is_counted="steps" in vars(self))
         self.seed, self.drawn = int(state["seed"]), int(state["drawn"])
         self._left = int(state["left"])
         self._resumed = self._left or None
+
+    def _check_resumes(self, is_counted: bool) -> None:
+        """Refuse the state of a subclass whose lists it does not decide: another run would go on with others, unsaid.
+
+        ``is_counted``: whether an ``__iter__`` of its own may well be one around this class's.
+        """
+        by_generator = self._was_asked and self._has_own("__iter__", "draw")
+        if by_generator or (self._has_own("__iter__") and not is_counted):
+            raise UnsupportedError(
+                f"{type(self).__name__} draws its lists by itself, and how many it has drawn by which numbers is not "
+                "known, so a run cannot go on from a saved state with its batches. Override draw(k), as a function of "
+                "self.seed and k, in place of __iter__(); or override state_dict() and load_state_dict(), too; or save "
+                "the module's state_dict() alone, and the optimizer's."
+            )
 
 
 class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):

@@ -128,7 +128,7 @@ class AdaClipDPOptimizer(DPOptimizer):
     def update_max_grad_norm(self, noisy_count: float) -> None:
         """Moves the bound by the noisy centred count of this step."""
         assert self.expected_batch_size is not None
-        unclipped = noisy_count / (self.expected_batch_size * self.accumulated_iterations) + 0.5
+        unclipped = noisy_count / (self.expected_batch_size * self.logical_batch.batches) + 0.5
         step = -self.clipbound_learning_rate * (unclipped - self.target_unclipped_quantile)
         bound = self.accumulator.bounds[0] * math.exp(max(-50.0, min(50.0, step)))
         # The step has been released and is to be counted: a bound that would be refused must not be reached here.

@@ -134,7 +134,7 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
     ranks.agree(
         {
             "the number of steps": optimizer.steps,
-            "the number of accumulated batches": optimizer.accumulated_iterations,
+            "the number of accumulated batches": optimizer.logical_batch.batches,
             "noise_multiplier": optimizer.noise_multiplier,
             "the kind of the noise": (type(optimizer.noise).__name__, optimizer.noise.version),
             "max_grad_norm": optimizer.max_grad_norm,
@@ -159,12 +159,23 @@ def _dealt(run: Any) -> Any:
 
 
 def check_count(optimizer: Any) -> None:
-    """PrivacyError where a subclass tells another number of batches than the step adds up, by which it is counted."""
-    told, batches = optimizer.accumulated_iterations, max(1, optimizer.logical_batch.batches)
+    """PrivacyError where a subclass tells another number of batches than the step adds up, which counts nowhere."""
+    told, batches = optimizer.accumulated_iterations, optimizer.logical_batch.batches
     if told != batches:
         raise PrivacyError(
             f"{type(optimizer).__name__}.accumulated_iterations is {told}, and the step adds up {batches} "
-            f"batch{'es' if batches > 1 else ''}: epsilon would be that of other steps. Leave the override out."
+            f"batch{'es' if batches > 1 else ''}, by whose number it is divided and counted. Leave the override out."
+        )
+
+
+def check_counts(optimizer: Any) -> None:
+    """PrivacyError where nobody counts what the optimizer's new state says was spent."""
+    if optimizer.engine is None:
+        raise PrivacyError(
+            "The optimizer's state is that of a private run, and says what its steps have spent, but no "
+            "PrivacyEngine counts those of this optimizer, which would begin anew. Load it into the optimizer "
+            "that make_private returned; or count by yourself what stands in its entry, and take it out: "
+            f"optimizer.param_groups[0].pop({SPENT!r})."
         )
 
 

@@ -16,7 +16,7 @@ from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Factors
 from dpcore.microbatch.sharded_sums import accumulator_for
-from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.noise import GaussianNoise, SecureNoise, warn_without_noise
 from dpcore.optimizers import checks
 from dpcore.optimizers.checks import SPENT
 from dpcore.optimizers.claims import claim, guard_inner, recorder_of, refuse_foreign_steps
@@ -146,13 +146,7 @@ class DPOptimizer(ClippingOptimizer):
         for group in self.param_groups:
             if SPENT not in group:
                 continue
-            if self.engine is None:
-                raise PrivacyError(
-                    "The optimizer's state is that of a private run, and says what its steps have spent, but no "
-                    "PrivacyEngine counts those of this optimizer, which would begin anew. Load it into the optimizer "
-                    "that make_private returned; or count by yourself what stands in its entry, and take it out: "
-                    f"optimizer.param_groups[0].pop({SPENT!r})."
-                )
+            checks.check_counts(self)
             self.engine.take_over(group.pop(SPENT), self)
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
@@ -181,12 +175,13 @@ class DPOptimizer(ClippingOptimizer):
     def noise_multiplier(self, value: float) -> None:
         sigma = check_noise_multiplier(value, NOISE_HINT)
         self.accumulator.check_noise(sigma)
+        warn_without_noise(sigma, vars(self).get("_noise_multiplier"))
         self._noise_multiplier = sigma
 
     def attach_step_hook(self, fn: StepHook) -> None:
-        """``fn(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
+        """``fn(self)`` runs after noise was added and before the parameters change, an accountant of one's own, say.
 
-        Hooks add up: one more does not silence the accountant.
+        Hooks add up; an engine has counted the step before them. Where one raises, ``p.grad`` is None.
         """
         self.step_hooks.append(fn)
 
@@ -206,6 +201,7 @@ class DPOptimizer(ClippingOptimizer):
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
         self.reduction.finish(Release.by(self, std, self.run.correlation), self.accumulator)
         self.steps += 1
+        self.run.count(self)  # before anything of the user's can see what the step releases
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad
             self.module.ordinary_gradients.release(param)
@@ -224,13 +220,13 @@ class DPOptimizer(ClippingOptimizer):
             assert self.expected_batch_size is not None
             for param in self.accumulator.targets.values():
                 assert param.grad is not None
-                param.grad.div_(self.expected_batch_size * self.accumulated_iterations)
+                param.grad.div_(self.expected_batch_size * self.logical_batch.batches)
 
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything but the update; False where this was a piece of a logical batch that goes on."""
         self._conclude()
         self.count_state()
-        pieces, steps = self.logical_batch.pieces, self.steps
+        pieces = self.logical_batch.pieces
         try:
             self.clip_and_accumulate()
             if self.logical_batch.pieces == pieces:
@@ -238,7 +234,7 @@ class DPOptimizer(ClippingOptimizer):
             if self.logical_batch.unfinished:
                 return False
             checks.check_count(self)
-            checks.see_division(self.module, self.accumulated_iterations)
+            checks.see_division(self.module, self.logical_batch.batches)
             if self.ranks is not None:
                 checks.check_ranks(self, self.ranks)
             for guard in self.step_guards:
@@ -247,22 +243,33 @@ class DPOptimizer(ClippingOptimizer):
             self.run.name_noise(self.noise, self.steps)
             if self.ranks is not None and self.noise.has_addresses:
                 self.ranks.join_seed(self.noise)
-            for param in self.accumulator.names:
-                param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
-            self.add_noise()
-            if self.steps == steps:
-                self.summed.check_own_noise(self)
-                self.steps += 1
-            self.scale_grad()
+            self._release()
         except BaseException:
             self._forget(self.logical_batch.fail)  # or the batch would be added to the next one
             raise
-        for param in self.accumulator.targets.values():
-            self.module.ordinary_gradients.release(param)
-        for hook in self.step_hooks:
-            hook(self)
         self._is_ready = True
         return True
+
+    def _release(self) -> None:
+        """Form the private gradient, count it, and let hooks see it; where one of these fails, nothing of it stays."""
+        steps, shown = self.steps, (*self.accumulator.names, *self.accumulator.targets.values())
+        for param in shown:
+            param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
+        try:
+            self.add_noise()
+            if self.steps == steps:
+                self.steps += 1
+                self.run.count(self)
+                self.summed.check_own_noise(self)
+            self.scale_grad()
+            for param in self.accumulator.targets.values():
+                self.module.ordinary_gradients.release(param)
+            for hook in self.step_hooks:
+                hook(self)
+        except BaseException:
+            for param in shown:
+                param.grad = None
+            raise
 
     def _conclude(self) -> None:
         """Make ready for the next batch, after an update."""
@@ -272,7 +279,7 @@ class DPOptimizer(ClippingOptimizer):
         for param in self.accumulator.names:
             if param.grad is not None:
                 self.module.ordinary_gradients.own(param)
-        self.run.conclude(self.accumulated_iterations)
+        self.run.conclude(self.logical_batch.batches)
         self._clear()
         if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
             self.summed.forget()

@@ -43,6 +43,7 @@ class PrivateRun:
     ``setting``: what must not differ when a checkpoint is resumed; schedules move the optimizer's attributes, not
     these. ``loader``: the private one. ``ledger``: takes the batches of a step from the unused ones; None: they are not
     known. ``counter()``: what counts the steps, and knows what they have spent; None where there is nothing.
+    ``count()``: counts a step of an optimizer there.
 
     ``name``: under which the steps are counted; another one after a checkpoint was loaded. ``resumed``: runs whose
     noise and batches this one leaves to them, though it goes on from their state. ``next_batch``: what another run of
@@ -55,6 +56,7 @@ class PrivateRun:
     loader: Any = None
     ledger: Ledger | None = None
     counter: Callable[[], Any] = lambda: None
+    count: Callable[[Any], None] = lambda of: None
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     resumed: set[str] = field(default_factory=set)
     next_batch: NextBatch | None = None

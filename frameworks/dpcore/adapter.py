@@ -8,22 +8,26 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dpcore import Engine, GaussianNoise, PrivacyEngine, native
+from dpcore import CorrelatedNoise, Engine, GaussianNoise, PrivacyEngine, native
 from dpcore.accountants import PRVAccountant
+from dpcore.correlated import Correlation
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample import GradSampleModule
 from dpcore.optimizers import DPOptimizer
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
-from harness.contract import PARALLEL, Adapter, Setting, Unsupported
+from harness.contract import NO_OWN_LOOP, PARALLEL, Adapter, Setting, Unsupported
 from harness.tasks import Task
+
+MECHANISMS = {"previous": CorrelatedNoise.previous(0.9), "square-root": CorrelatedNoise.square_root(8)}
 
 
 def create(variant: str) -> Adapter:
     """``native``: with the kernels, as the wheel has them. ``engine``: pure torch, as the wheel without kernels is.
     ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile. ``loop``: what ``make_private``
-    hands out, in the loop that its users write; ``ddp`` and ``fsdp2``: the same in several processes."""
+    hands out, in the loop that its users write; ``ddp`` and ``fsdp2``: the same in several processes; ``previous`` and
+    ``square-root``: the same with noise that is correlated over steps."""
     if variant in PARALLEL:
         from frameworks._shared.torch.ranks import Lead
         from frameworks.dpcore.ranked import Ranked
@@ -31,6 +35,8 @@ def create(variant: str) -> Adapter:
         return Lead(__file__, variant, Ranked(variant))
     if variant == "loop":
         return Loop()
+    if variant in MECHANISMS:
+        return Correlated(MECHANISMS[variant])
     return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")
 
 
@@ -170,3 +176,32 @@ class Loop(Dpcore):
             loss = self.losses(self.wrapped(x), y).mean()
         loss.backward()
         self.private.step()
+
+
+class Correlated(Loop):
+    """The loop whose steps have the noise of ``make_private(mechanism=...)``.
+
+    Its epsilon is that of a cycle of batches, which the loader draws; the harness draws others, so that the steps are
+    numbered here, and nothing is said of epsilon.
+    """
+
+    def __init__(self, mechanism: CorrelatedNoise) -> None:
+        super().__init__()
+        self.mechanism = mechanism
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.private.run.correlation = self.correlation = Correlation(self.mechanism, cycle=1)
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        self.correlation.step = self.private.steps
+        super().step(indices, mask)
+
+    def noise_factor(self, steps: int) -> np.ndarray:
+        return np.array(self.mechanism.responses(cycle=steps, steps=steps))
+
+    def epoch(self, seed: int) -> int:
+        raise Unsupported(NO_OWN_LOOP)
+
+    def epsilon(self, steps: int, delta: float) -> float | None:
+        return None

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.contract import Adapter, require
+from harness.contract import Adapter, Unsupported, require
 from harness.data.pretrained import starting_parameters
 from harness.tasks import TASKS, Task, check_parameters
 from harness.worker import sampling
@@ -16,6 +16,10 @@ from harness.worker.clock import timed_steps
 from harness.worker.process import Emit, load_create
 from harness.worker.request import Request
 
+CORRELATED = (
+    "its noise is correlated over steps, and the comparison of measured steps and every epsilon are those of "
+    "independent noise: the gate alone judges it."
+)
 MOST_EPOCHS = 100
 FIRST_STEP_COUNTS_BELOW = 5
 """Steps of a turn. One of so few takes so long that cold caches are nothing beside it."""
@@ -42,6 +46,8 @@ class Measurement:
         emit({"event": "phase", "phase": "import"})
         self.adapter = load_create(Path(request.folder, "adapter.py"))(request.variant)
         require(self.adapter, self.setting)
+        if self.adapter.noise_factor(1) is not None:
+            raise Unsupported(CORRELATED)
         self.adapter.build(self.task, self.setting, self.initial)
         fault = check_parameters(self.task, self.adapter.parameters())
         if fault:

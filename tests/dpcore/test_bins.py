@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpcore
-from dpcore import BudgetError, DPDataLoader, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import BudgetError, CorrelatedNoise, DPDataLoader, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.accountants import GaussianAccountant, PRVAccountant, RDPAccountant, get_noise_multiplier
 from dpcore.accountants.allocation import law_of
 from dpcore.audit import audit_step
@@ -345,6 +345,34 @@ def test_a_budget_for_epochs_holds_for_them_and_not_for_one_more(sampling):
     with pytest.raises(BudgetError):
         train(model, optimizer, made, 1)
     assert engine.get_epsilon(1e-3) <= 3.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sampling": "shuffle"}, {"sampling": None, "mechanism": CorrelatedNoise.previous(0.5)}],
+    ids=["shuffle", "correlated"],
+)
+def test_a_budget_knows_that_an_epoch_which_was_left_is_not_gone_on_with(options, tmp_path):
+    """It was said to have room for a step of the epoch that the next iteration leaves."""
+    planned = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 1, **options}
+    engine, model, optimizer, made = private(**planned)
+    for x, y in made:
+        assert engine.within_budget(optimizer)  # for the batch at hand
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert engine.within_budget(optimizer)  # for the one that follows
+        break
+    assert not engine.within_budget(optimizer)
+    engine.save_checkpoint(path=tmp_path / "file", module=model, optimizer=optimizer)
+    with pytest.raises(BudgetError):
+        train(model, optimizer, made, 1)
+    engine, model, optimizer, made = private(**planned)
+    engine.load_checkpoint(path=tmp_path / "file", module=model, optimizer=optimizer)
+    assert engine.within_budget(optimizer)
+    train(model, optimizer, made)
+    assert optimizer.steps == len(made) and engine.get_epsilon(1e-3) <= 3.0
+    assert not engine.within_budget(optimizer)
 
 
 def test_a_loader_that_deals_epochs_is_counted_as_it_draws_and_takes_no_other_name():

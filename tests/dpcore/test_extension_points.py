@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import DPDataLoader, GradSampleModule, PrivacyEngine
+from dpcore.accountants import PRVAccountant
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.optimizers import DPOptimizer
+from dpcore.optimizers import AdaClipDPOptimizer, DPOptimizer
 from dpcore.secret_seeds import draw_seed
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
@@ -228,6 +230,79 @@ def test_a_generator_that_would_draw_nothing_is_refused(kind):
     sampler = kind(num_samples=6, sample_rate=0.5)
     with pytest.raises(UnsupportedError, match=rf"generator of a {kind.__name__} was set.*Pass generator= or seed="):
         sampler.generator = torch.Generator()
+
+
+class Lottery(UniformWithReplacementSampler):
+    """A sampler with numbers of its own, of which nobody else knows."""
+
+    def __init__(self):
+        self.num_samples, self.sample_rate = 40, 0.25
+
+    def __iter__(self):
+        for _ in range(4):
+            yield (torch.rand(self.num_samples) < self.sample_rate).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("kind", [Weighted, Lottery])
+def test_the_state_of_a_sampler_that_draws_by_itself_is_refused(kind):
+    """It told that no list was drawn, or was an AttributeError."""
+    sampler = kind()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=rf"{kind.__name__} draws its lists by itself.*Override draw\(k\)"):
+            sampler.state_dict()
+        with pytest.raises(UnsupportedError, match="draws its lists by itself"):
+            sampler.load_state_dict({"seed": "1", "drawn": "0", "left": "0"})
+        assert len([*sampler]) > 1
+
+
+def test_a_run_by_a_sampler_that_draws_by_itself_cannot_be_saved(tmp_path):
+    engine = PrivacyEngine(seed=1)
+    model, optimizer, loader = _made(engine)
+    vars(loader)["batch_sampler"] = Lottery()
+    _train(model, optimizer, loader)
+    assert len(engine.accountant) == 4
+    with pytest.raises(UnsupportedError, match="Lottery draws its lists by itself"):
+        engine.save_checkpoint(path=tmp_path / "file", module=model, optimizer=optimizer)
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_sampler_that_leaves_lists_out_has_a_state():
+    class Longer(UniformWithReplacementSampler):
+        def __iter__(self):
+            yield from (chosen for chosen in super().__iter__() if len(chosen) > 3)
+
+    lists = [*Longer(num_samples=40, sample_rate=0.1, seed=3)]
+    sampler = Longer(num_samples=40, sample_rate=0.1, seed=3)
+    begun = iter(sampler)
+    first, other = next(begun), Longer(num_samples=40, sample_rate=0.1)
+    other.load_state_dict(sampler.state_dict())
+    assert [first, *other] == lists
+
+
+@pytest.mark.parametrize("base", [DPOptimizer, AdaClipDPOptimizer])
+def test_an_override_that_changes_its_answer_moves_neither_the_update_nor_epsilon(base):
+    """It told the truth where it was asked whether it does, and then that there was one batch."""
+
+    class Changes(base):
+        @property
+        def accumulated_iterations(self):
+            return self.logical_batch.batches if sys._getframe(1).f_code.co_name == "check_count" else 1
+
+    runs = []
+    for kind in (base, Changes):
+        engine = PrivacyEngine(seed=1)
+        adaptive = {"clipping": "adaptive"} if base is AdaClipDPOptimizer else {}
+        model, optimizer, loader = _made(engine, **adaptive)
+        optimizer.__class__ = kind
+        bare = PRVAccountant()
+        optimizer.attach_step_hook(bare.get_optimizer_hook_fn(sample_rate=0.25))
+        for number, (x, y) in enumerate(loader, 1):
+            nn.functional.cross_entropy(model(x), y).backward()
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append((engine.accountant.history, bare.history, [p.tolist() for p in model.parameters()]))
+    assert runs[0] == runs[1] and len(engine.accountant) == len(bare) == 4
 
 
 def test_an_optimizer_that_tells_another_number_of_batches_is_refused():

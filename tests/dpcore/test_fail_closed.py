@@ -325,6 +325,53 @@ def test_a_schedule_that_spends_faster_meets_the_budget_earlier():
         engine.set_budget(1.0)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_a_hook_before_all_others_that_raises_leaves_no_uncounted_release(mode):
+    engine, model, optimizer, loader = make(noise_multiplier=1.0, grad_sample_mode=mode)
+    seen = []
+
+    def breaks(of):
+        seen.append([p.grad.clone() for p in of.params])
+        raise KeyError("the user's own")
+
+    optimizer.step_hooks.insert(0, breaks)
+    batches = iter(loader)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(KeyError):
+        step(model, optimizer, *next(batches))
+    assert len(engine.accountant) == len(seen) == optimizer.steps == 1
+    assert all(p.grad is None for p in optimizer.params)
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step_hooks.remove(breaks)
+    for x, y in batches:
+        step(model, optimizer, x, y)
+    assert len(engine.accountant) == optimizer.steps == 6
+
+
+@pytest.mark.parametrize(("method", "counted"), [("add_noise", 1), ("scale_grad", 1), ("own noise", 0)])
+def test_an_override_that_raises_leaves_no_uncounted_release(method, counted):
+    """Noise of one's own is counted behind it: nobody else knows when it is drawn."""
+
+    class Breaks(DPOptimizer):
+        def add_noise(self):
+            if method == "own noise":
+                for p in self.params:
+                    p.grad = p.summed_grad + torch.randn_like(p)
+            else:
+                super().add_noise()
+            if method != "scale_grad":
+                raise KeyError(method)
+
+        def scale_grad(self):
+            raise KeyError(method)
+
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    optimizer.__class__ = Breaks
+    with pytest.raises(KeyError):
+        step(model, optimizer, *next(iter(loader)))
+    assert len(engine.accountant) == optimizer.steps == counted and all(p.grad is None for p in optimizer.params)
+
+
 def test_a_hook_of_the_users_does_not_silence_the_accountant():
     engine, model, optimizer, loader = make(noise_multiplier=1.0)
     seen = []

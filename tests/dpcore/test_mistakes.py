@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from dpcore import Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import CorrelatedNoise, Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from tests.dpcore.private_setup import losses, make, small_data, small_model, step, truth
@@ -51,6 +51,46 @@ def test_a_data_set_in_the_place_of_its_loader(loader, poisson_sampling):
         make(data_loader=loader, poisson_sampling=poisson_sampling)
     with pytest.raises(TypeError, match=sentence):
         _plan(data_loader=loader, poisson_sampling=poisson_sampling)
+
+
+def _without_noise(way):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way == "make_private":
+        private = PrivacyEngine().make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(small_data(), batch_size=10),
+            noise_multiplier=0,
+            max_grad_norm=1.0,
+        )[1]
+        private.noise_multiplier = 0.0
+    elif way == "a schedule":
+        _, _, private, _ = make(noise_multiplier=1.0)
+        for sigma in (0.5, 0.0, 0.0):
+            private.noise_multiplier = sigma
+    else:
+        engine = Engine(model, losses, expected_batch_size=10, optimizer=optimizer)
+        engine.clipped_sum(*small_data()[:5])
+        for _ in range(2):
+            engine.step(*small_data()[:5])
+
+
+@pytest.mark.parametrize("way", ["make_private", "a schedule", "Engine"])
+def test_no_noise_is_said_once(way):
+    with pytest.warns(UserWarning) as told:
+        _without_noise(way)
+    assert [str(one.message)[:23] for one in told] == ["noise_multiplier is 0, "]
+
+
+def test_correlated_noise_for_an_engine_is_one_sentence():
+    for mechanism in (0.9, CorrelatedNoise.previous(0.9)):
+        with pytest.raises(UnsupportedError, match=r"noise of an Engine's steps is independent.*make_private"):
+            Engine(small_model(), losses, expected_batch_size=10, mechanism=mechanism)
+    with pytest.raises(TypeError, match=r"mechanism is 0\.9; it must be a dpcore\.CorrelatedNoise"):
+        make(mechanism=0.9)
+    with pytest.raises(TypeError, match=r"mechanism is 0\.9; it must be a dpcore\.CorrelatedNoise"):
+        _plan(mechanism=0.9)
 
 
 def test_epsilon_without_delta():

@@ -364,8 +364,8 @@ def test_a_divisor_that_tells_what_the_rate_hides_is_warned_of():
         _private(expected_batch_size=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _private()
-        _private(sample_rate=None, expected_batch_size=None)
+        _private(sigma=1.0)
+        _private(sigma=1.0, sample_rate=None, expected_batch_size=None)
 
 
 def test_the_validator_finds_and_fixes():

@@ -13,6 +13,7 @@ import numpy as np
 
 from harness.contract import Setting
 from harness.tasks import Task
+from harness.worker.gate.driver import EPOCH_STEPS
 from tests.support.gate_numpy import Exact, Values, gradients, norm, total
 
 PIECE = 64
@@ -472,6 +473,91 @@ class SeedPlusTensor(Exact):
         return self.streams[shape].standard_normal(shape)
 
 
+class Correlated(WholeVector):
+    """Right: of every step's noise later ones take back a half, an eighth and a sixteenth (DP-FTRL)."""
+
+    stated: tuple[float, ...] = (1.0, -0.5, -0.125, -0.0625)
+    used: tuple[float, ...] = stated
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.ring: list[np.ndarray] = []
+        self.made = 0
+
+    def vector(self, size: int) -> np.ndarray:
+        self.made += 1
+        self.ring = [self.fresh(size), *self.ring][: len(self.used)]
+        return sum((w * z for w, z in zip(self.used, self.ring, strict=False)), np.zeros(size))
+
+    def fresh(self, size: int) -> np.ndarray:
+        return super().vector(size)
+
+    def noise_factor(self, steps: int) -> np.ndarray | None:
+        column = np.zeros(steps)
+        for t in range(steps):
+            back = sum(-w * column[t - j] for j, w in enumerate(self.stated[1 : t + 1], 1))
+            column[t] = (t == 0) + back
+        return column
+
+
+class FactorForItsInverse(Correlated):
+    """The strategy's own coefficients, where those of its inverse belong."""
+
+    used = (1.0, 0.5, 0.375, 0.3125)
+
+
+class RingBackwards(Correlated):
+    """The oldest noise is taken back most."""
+
+    used = (1.0, -0.0625, -0.125, -0.5)
+
+
+class RingTooShort(Correlated):
+    used = Correlated.stated[:3]
+
+
+class RingTooLong(Correlated):
+    used = (*Correlated.stated, -0.0390625)
+
+
+class RingLost(Correlated):
+    """Every epoch begins without the noise of the steps before."""
+
+    def fresh(self, size: int) -> np.ndarray:
+        if self.made % EPOCH_STEPS == 1:
+            self.ring = []
+        return super().fresh(size)
+
+
+class MultiplierLost(Correlated):
+    """A run that goes on after 20 steps has 0.9 of its noise."""
+
+    def vector(self, size: int) -> np.ndarray:
+        drawn = super().vector(size)
+        return 0.9 * drawn if self.made > 20 else drawn
+
+
+class KeysCollide(Correlated):
+    """The i-th tensor's key in a step is that of the tensor before in the next one."""
+
+    def fresh(self, size: int) -> np.ndarray:
+        streams = [np.random.default_rng([self.setting.seed, self.made + i]) for i in range(len(self.weights))]
+        return np.concatenate([s.standard_normal(w.size) for s, w in zip(streams, self.weights.values(), strict=True)])
+
+
+class SaysNothing(Correlated):
+    """Its noise is correlated, and it does not say so."""
+
+    def noise_factor(self, steps: int) -> np.ndarray | None:
+        return None
+
+
+class OnlySaysSo(Correlated):
+    """Its noise is independent, and it says that it is correlated."""
+
+    used = (1.0,)
+
+
 @dataclass(frozen=True)
 class Fault:
     """``before``: what an earlier gate said of it, that of 2026-11-22 or a later one (see the footnotes). ``check``:
@@ -539,6 +625,15 @@ FAULTS = (
     Fault("noise from uniforms of 16 bits, none beyond 4.71", NoiseFromShortUniforms, "noise: tails", "ffnn", SECOND),
     Fault("the generator starts again at step 100", NoiseFromTheStartAgain, AGAIN, before=THIRD),
     Fault("the i-th tensor has the stream of seed + i", SeedPlusTensor, "noise: fresh per seed", "ffnn", THIRD),
+    Fault("correlated noise: the factor in place of its inverse", FactorForItsInverse, STEPS, before="not tried"),
+    Fault("correlated noise: the ring is read backwards", RingBackwards, STEPS, before="not tried"),
+    Fault("correlated noise: the ring is one step too short", RingTooShort, STEPS, before="not tried"),
+    Fault("correlated noise: the ring is one step too long", RingTooLong, STEPS, before="not tried"),
+    Fault("correlated noise: the ring is lost after each epoch", RingLost, STEPS, before="not tried"),
+    Fault("correlated noise: the multiplier is lost on resume", MultiplierLost, SPREAD, before="not tried"),
+    Fault("correlated noise: the keys of two tensors collide", KeysCollide, STEPS, "ffnn", before="not tried"),
+    Fault("correlated noise that is not stated", SaysNothing, STEPS, before="not tried"),
+    Fault("correlated noise that is only stated", OnlySaysSo, STEPS, before="not tried"),
 )
 
 

@@ -40,8 +40,9 @@ COMPARED_STEPS = 32
 MEDIAN = 0.6744897501960817
 """Median of |N(0, 1)|."""
 
-TENSOR_VALUES = 16
-"""So many first values of a tensor's first noise are compared with those of others under neighbouring seeds."""
+TENSOR_VALUES, NEAR_STEPS = 16, 4
+"""So many first values of a tensor's noise are compared with those of others under neighbouring seeds, of the first
+step, and up to so many steps later."""
 
 LATE_FROM = 16
 """From so many steps on, the last quarter of every tensor is looked at by itself."""
@@ -353,10 +354,30 @@ def independent_steps(z: np.ndarray, slices: Mapping[str, slice]) -> Score:
     for name, part in slices.items():
         if (part.stop - part.start) * (steps - 1) >= SMALLEST_FOR_CORRELATION:
             kept[f"next steps of {name}"] = correlation_score(z[:-1, part], z[1:, part])
-    scores |= kept
-    scores["spread over all pairs"] = pairs_score(cosine[pairs], steps, size)
-    found = largest(scores)
-    return Score(found.value, normal_limit(len(each) + len(apart) + len(kept) + 1), found.where)
+    crossed, count = _across_tensors(z, slices)
+    found = largest(scores | kept | crossed | {"spread over all pairs": pairs_score(cosine[pairs], steps, size)})
+    return Score(found.value, normal_limit(len(each) + len(apart) + len(kept) + 1 + count), found.where)
+
+
+def _across_tensors(z: np.ndarray, slices: Mapping[str, slice]) -> tuple[dict[str, float], int]:
+    """Return the largest scores of how one tensor's noise begins and how another's does some steps later, and how many
+    there were: where each has a stream of its own, one's key may be the other's in another step (step + tensor)."""
+    names, places = _beginnings(slices)
+    begun = z[:, places].swapaxes(0, 1)
+    found = {}
+    for k in range(1, min(NEAR_STEPS + 1, len(z)) if len(names) > 1 else 1):
+        scores = _infinite_for_nan(cosine_score(*(v.reshape(len(names), -1) for v in (begun[:, :-k], begun[:, k:]))))
+        np.fill_diagonal(scores, 0.0)
+        a, b = np.unravel_index(np.argmax(scores), scores.shape)
+        found[f"{names[a]} and {names[b]} {k} steps later"] = float(scores[a, b])
+    return found, len(found) * len(names) * (len(names) - 1)
+
+
+def _beginnings(slices: Mapping[str, slice]) -> tuple[list[str], np.ndarray]:
+    """Return the tensors of TENSOR_VALUES or more, and the places [tensors, TENSOR_VALUES] of their first ones."""
+    names = [name for name, part in slices.items() if part.stop - part.start >= TENSOR_VALUES]
+    starts = np.array([slices[name].start for name in names], dtype=np.int64)[:, None]
+    return names, starts + np.arange(TENSOR_VALUES)
 
 
 def pairs_score(cosine: np.ndarray, steps: int, size: int) -> float:
@@ -377,8 +398,7 @@ def independent_runs(one: np.ndarray, others: Mapping[int, np.ndarray], slices: 
     """Every step of runs with other seeds against every step of one run and of each other; and how the first
     noise of every tensor begins in one against that of every other tensor in another: each may have a stream of its
     own, whose seed is another tensor's under the next seed."""
-    names = [name for name, part in slices.items() if part.stop - part.start >= TENSOR_VALUES]
-    starts = np.array([slices[name].start for name in names], dtype=np.int64)[:, None] + np.arange(TENSOR_VALUES)
+    names, starts = _beginnings(slices)
     runs: dict[str, np.ndarray] = {"the first run": one} | {f"seed {seed}": z for seed, z in others.items()}
     found = []
     for (name, a), (other, b) in itertools.combinations(runs.items(), 2):

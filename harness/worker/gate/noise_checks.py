@@ -10,6 +10,7 @@ import numpy as np
 
 from harness.tasks import FLOAT32
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import correlation
 from harness.worker.gate import noise as gate_noise
 from harness.worker.gate.cases import TOLERANCE, Case
 from harness.worker.gate.check import Check, check, scored
@@ -60,7 +61,8 @@ NOISE_CHECKS = (
 def _noise_run(driver: Driver, seed: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """([steps, parameters], [parameters]): noise in units of its nominal standard deviation, from batches without
     gradient: empty ones in even steps, examples with p = 1 in odd ones; and how coarsely float32 tells that of the
-    first NOISE_STEPS[0] steps."""
+    first NOISE_STEPS[0] steps. Noise that is correlated over steps is made white by the factor that is stated for it,
+    and is judged as any other: what its factor does not explain shows."""
     before, rate, deviation = driver.build_noise(seed)
     unit = rate * deviation
     zero = gate_cases.zero_gradient_rows(driver.task)
@@ -74,7 +76,8 @@ def _noise_run(driver: Driver, seed: int, steps: int) -> tuple[np.ndarray, np.nd
         before = after
         if t == steady:
             largest = np.maximum(largest, np.abs(after))
-    return found, np.spacing(largest.astype(np.float32)) / unit
+    column = correlation.factor(driver.adapter.noise_factor(steps), steps)
+    return correlation.white(found, column), np.spacing(largest.astype(np.float32)) / unit
 
 
 def noise_checks(driver: Driver) -> Iterator[Check]:

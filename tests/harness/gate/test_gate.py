@@ -77,6 +77,24 @@ def test_the_right_adapter_passes(task, static, setting):
     assert [check["check"] for check in found] == [name for name in names if name != updates.BOUND_CHECK]
 
 
+def test_noise_that_is_correlated_as_its_adapter_states_passes():
+    assert failed(gate(gate_faults.Correlated())) == set()
+
+
+@pytest.mark.parametrize(
+    "column", [lambda steps: np.full(steps, 2.0), lambda steps: [1.0, 0.5], lambda steps: np.full(steps, np.nan)]
+)
+def test_a_factor_that_is_none_is_a_failed_check_that_says_so(column):
+    """One whose first entry is larger would hide noise that is too small."""
+
+    class States(gate_faults.Correlated):
+        def noise_factor(self, steps):
+            return column(steps)
+
+    found = {check["check"]: check for check in gate(States())}
+    assert "it must be the first column of C" in found["noise"]["detail"] and not found["noise"]["passed"]
+
+
 @pytest.mark.parametrize(
     ("mutant", "caught"),
     [

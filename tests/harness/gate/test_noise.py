@@ -7,10 +7,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 from harness.gate import sampling as gate_sampling
 from harness.gate.sampling import sampler_checks
+from harness.worker.gate import correlation
 from harness.worker.gate import noise as gate_noise
 
 SHAPES = {"w": (40, 30), "b": (40,), "v": (30, 40), "c": (3,)}
@@ -136,6 +137,34 @@ def test_two_coordinates_with_the_same_noise_show_and_are_named(parameters, sign
     z[:, -3] = sign * z[:, 17]
     score = gate_noise.alike(z, parts)
     assert not score.passed and set(score.where.split(" and ")) == {"value 17 of w", "value 7 of b"}
+
+
+def toeplitz(column):
+    return np.array([[column[i - j] if i >= j else 0.0 for j in range(len(column))] for i in range(len(column))])
+
+
+def test_noise_is_made_white_by_its_factor_and_by_no_other():
+    steps = 60
+    column = special.binom(-0.5, np.arange(steps)) * (-1.0) ** np.arange(steps)  # of (1 - x)^(-1/2), the prefix sums'
+    z = np.random.default_rng(0).standard_normal((steps, PARAMETERS)).astype(np.float32)
+    noise = np.linalg.solve(toeplitz(column), z)
+    found = correlation.white(noise, correlation.factor(column, steps))
+    assert found == pytest.approx(z, abs=1e-4)
+    for right in (gate_noise.independent_steps(found, slices()), *gate_noise.moments(found, slices())):
+        assert right.passed
+    for wrong in (noise, correlation.white(noise, np.linalg.inv(toeplitz(column))[:, 0]), toeplitz(column) @ found):
+        assert not gate_noise.independent_steps(wrong, slices()).passed
+    assert correlation.white(noise, correlation.factor(None, steps)) is noise
+
+
+@pytest.mark.parametrize("apart", [1, 4])
+def test_a_tensor_with_another_ones_noise_of_an_earlier_step_shows(apart):
+    z = np.random.default_rng(1).standard_normal((42, PARAMETERS)).astype(np.float32)
+    assert gate_noise.independent_steps(z, slices()).passed
+    parts = slices()
+    z[apart:, parts["b"]] = z[:-apart, parts["w"]][:, :40]
+    score = gate_noise.independent_steps(z, parts)
+    assert not score.passed and score.where == f"w and b {apart} steps later"
 
 
 def test_noise_on_a_grid_shows_but_not_what_float32_makes_of_fine_noise():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from harness.contract import Unsupported
 from harness.worker import measurement
 from harness.worker.measurement import Measurement
 
@@ -29,3 +31,16 @@ def test_what_is_done_once_is_not_taken_for_what_a_step_costs(monkeypatch):
 
 def test_long_steps_are_made_twice(monkeypatch):
     assert calibrated(monkeypatch, iter([60.0, 20.0, 9.0])) == (80.0, 20.0, 2)
+
+
+def test_a_contestant_with_correlated_noise_has_no_measured_cells(monkeypatch):
+    """Its steps would be compared with what independent noise leaves, and every epsilon is independent noise's."""
+    adapter = SimpleNamespace(noise_factor=lambda steps: [1.0] * steps)
+    monkeypatch.setattr(measurement, "load_create", lambda path: lambda variant: adapter)
+    for name in ("setting_of", "starting_parameters", "require"):
+        monkeypatch.setattr(measurement, name, lambda *_: None)
+    request: Any = SimpleNamespace(
+        task="logreg", initial_seed=0, synthetic=False, dataset_size=100, batch_size=10, folder="", variant="previous"
+    )
+    with pytest.raises(Unsupported, match=r"noise is correlated over steps.*the gate alone judges it"):
+        Measurement(request, lambda event: None)
