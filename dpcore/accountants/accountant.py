@@ -173,7 +173,7 @@ class IAccountant(ABC):
         """
 
         def hook(optimizer: Any) -> None:
-            k = optimizer.logical_batch.batches
+            k = max(1, optimizer.logical_batch.batches)  # none where it is called behind a step
             count(self, optimizer.noise_multiplier / k**0.5, sample_rate, k)
 
         return hook

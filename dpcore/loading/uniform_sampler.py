@@ -242,8 +242,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             raise UnsupportedError(
                 f"{type(self).__name__} draws its lists by itself, and how many it has drawn by which numbers is not "
                 "known, so a run cannot go on from a saved state with its batches. Override draw(k), as a function of "
-                "self.seed and k, in place of __iter__(); or override state_dict() and load_state_dict(), too; or save "
-                "the module's state_dict() alone, and the optimizer's."
+                "self.seed and k, in place of __iter__(); or override state_dict() and load_state_dict(), too."
             )
 
 

@@ -108,10 +108,13 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
 
 def _step_hook(optimizer: DPOptimizer) -> Any:
     def hook(of: DPOptimizer) -> None:
-        for one in optimizer.step_hooks:
+        if of.stage != "counted":  # a step and its noise are the subclass's own
+            of.count_step()
+        for one in of.step_hooks:
             one(of)
+        of.stage = "open"
 
-    return hook if optimizer.step_hooks else None
+    return hook if optimizer.step_hooks or optimizer.engine is not None else None
 
 
 def _refuse_to_set(what: str, instead: str) -> Any:

@@ -168,6 +168,17 @@ def check_count(optimizer: Any) -> None:
         )
 
 
+def admit(optimizer: Any) -> None:
+    """Ask the guards, and name the noise of the step that is to be released."""
+    for guard in optimizer.step_guards:
+        guard(optimizer)
+    optimizer.logical_batch.check_noise(optimizer.noise_multiplier)  # the budget's guard has looked at it
+    optimizer.run.name_noise(optimizer.noise, optimizer.steps)
+    if optimizer.ranks is not None and optimizer.noise.has_addresses:
+        optimizer.ranks.join_seed(optimizer.noise)
+    optimizer.stage = "prepared"
+
+
 def check_counts(optimizer: Any) -> None:
     """PrivacyError where nobody counts what the optimizer's new state says was spent."""
     if optimizer.engine is None:

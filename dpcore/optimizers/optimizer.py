@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -101,6 +101,7 @@ class DPOptimizer(ClippingOptimizer):
         self.noise_multiplier = sigma
         self.weights_agree = False
         self.steps = 0
+        self.stage: Literal["open", "prepared", "counted"] = "open"
         self.step_hooks: list[StepHook] = []
         self.step_guards: list[StepHook] = []
         self.logical_batch = LogicalBatch(self.accumulator)
@@ -179,10 +180,7 @@ class DPOptimizer(ClippingOptimizer):
         self._noise_multiplier = sigma
 
     def attach_step_hook(self, fn: StepHook) -> None:
-        """``fn(self)`` runs after noise was added and before the parameters change, an accountant of one's own, say.
-
-        Hooks add up; an engine has counted the step before them. Where one raises, ``p.grad`` is None.
-        """
+        """``fn(self)`` runs once noise was added and counted, before the update; where it raises, p.grad is None."""
         self.step_hooks.append(fn)
 
     def attach_step_guard(self, guard: StepHook) -> None:
@@ -194,17 +192,25 @@ class DPOptimizer(ClippingOptimizer):
 
         Of several ranks the sums are added up, and each draws its share of the noise.
         """
+        if self.stage != "prepared":  # a loop that makes the step by hand
+            checks.admit(self)
         self.summed.take_changed()
         if self.module.ordinary_grad:
             self.summed.show(copies=True)
         self.logical_batch.check_bounds()
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
         self.reduction.finish(Release.by(self, std, self.run.correlation), self.accumulator)
-        self.steps += 1
-        self.run.count(self)  # before anything of the user's can see what the step releases
+        self.count_step()  # before anything of the user's can see what the step releases
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad
             self.module.ordinary_gradients.release(param)
+
+    def count_step(self) -> None:
+        """Count the step, whose batch is used from then on, whatever becomes of it."""
+        self.steps += 1
+        self.run.count(self)
+        self.run.conclude(self.logical_batch.batches)
+        self.stage = "counted"
 
     @property
     def reduction(self) -> Reduction:
@@ -237,12 +243,7 @@ class DPOptimizer(ClippingOptimizer):
             checks.see_division(self.module, self.logical_batch.batches)
             if self.ranks is not None:
                 checks.check_ranks(self, self.ranks)
-            for guard in self.step_guards:
-                guard(self)
-            self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
-            self.run.name_noise(self.noise, self.steps)
-            if self.ranks is not None and self.noise.has_addresses:
-                self.ranks.join_seed(self.noise)
+            checks.admit(self)
             self._release()
         except BaseException:
             self._forget(self.logical_batch.fail)  # or the batch would be added to the next one
@@ -252,14 +253,13 @@ class DPOptimizer(ClippingOptimizer):
 
     def _release(self) -> None:
         """Form the private gradient, count it, and let hooks see it; where one of these fails, nothing of it stays."""
-        steps, shown = self.steps, (*self.accumulator.names, *self.accumulator.targets.values())
+        shown = (*self.accumulator.names, *self.accumulator.targets.values())
         for param in shown:
             param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
         try:
             self.add_noise()
-            if self.steps == steps:
-                self.steps += 1
-                self.run.count(self)
+            if self.stage != "counted":
+                self.count_step()
                 self.summed.check_own_noise(self)
             self.scale_grad()
             for param in self.accumulator.targets.values():
@@ -269,6 +269,7 @@ class DPOptimizer(ClippingOptimizer):
         except BaseException:
             for param in shown:
                 param.grad = None
+            self.weights_agree = False  # the other ranks may have made the step
             raise
 
     def _conclude(self) -> None:
@@ -279,7 +280,6 @@ class DPOptimizer(ClippingOptimizer):
         for param in self.accumulator.names:
             if param.grad is not None:
                 self.module.ordinary_gradients.own(param)
-        self.run.conclude(self.logical_batch.batches)
         self._clear()
         if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
             self.summed.forget()
@@ -326,6 +326,7 @@ class DPOptimizer(ClippingOptimizer):
             set_to_none: Accepted for compatibility; gradients always become None.
         """
         self._conclude()
+        self.stage = "open"
         self.original_optimizer.zero_grad(set_to_none=True)
         self.module.drop_gradients()
         if not self.logical_batch.unfinished:

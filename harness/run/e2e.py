@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import shlex
 import sys
 import time
@@ -18,14 +17,13 @@ from harness.contract import NO_OWN_LOOP
 from harness.data import store
 from harness.environments import energy
 from harness.environments.backend import Argument, Backend, Input, Log, last_json
-from harness.environments.executor import Executor, ToolFault, Venv
+from harness.environments.executor import Executor, ToolFault
 from harness.environments.turns import TURN_SECONDS
 from harness.environments.unavailable import Unavailable
 from harness.gate import admission
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
-from harness.plan.gpu import TODAY
 from harness.plan.registry import Contestant
 from harness.run import block, peaks, replays
 from harness.run.gates import Gates
@@ -34,7 +32,6 @@ from harness.run.pace import Pace
 from harness.run.progress import Progress
 from harness.run.remaining import about
 from harness.run.session import Moment, Session, changed
-from harness.run.side_by_side import side_by_side
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Accuracy, Cell, Data, Gate, Load, Probe, Record, Seeds, Timed
 from harness.tasks import TASKS, definition_hash, known_task
@@ -121,13 +118,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         each. Containers, GPUs, whole epochs and several processes that train together are measured one after the
         other."""
         is_short = self.options.budget_seconds is not None and self.protocol.warm_up and self.protocol.sampling != "own"
-        return is_short and self._runs_here and all(c.world_size == 1 for c in self.contestants)
-
-    @property
-    def _runs_here(self) -> bool:
-        """Whether all workers are processes of this machine's processors, and none a container."""
-        made = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
-        return self.options.device == "cpu" and all(type(e) is Venv for e in made)
+        return is_short and self.gates.runs_here and all(c.world_size == 1 for c in self.contestants)
 
     def _measured(self, job: Job, progress: Progress) -> Record:
         """A timed process is measured together with those of its block that are still to be."""
@@ -164,8 +155,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         return peaks.measure(self.threads) if self.options.device == "cpu" else None
 
     def measured_idle(self) -> energy.Idle:
-        """Measure what the idle machine takes, before anything of the run is at work; nothing where workers run
-        elsewhere, or nothing is timed."""
+        """Measure what the idle machine takes, before anything of the run is at work, where something is timed."""
         return energy.idle(energy.counters(self.options.device)) if self.options.time else energy.Idle()
 
     def description(self) -> dict[str, Any]:
@@ -193,19 +183,15 @@ class Run(Session[Options, Contestant, Job, Request]):
             return
         progress.doing(f"gates of {task}")
         self.ensure_data(task, progress.log)
-        # A gate has no clock, and those of the tasks of today need the machine's memory.
-        slots = max(1, len(os.sched_getaffinity(0)) // self.threads) if self._runs_here and task not in TODAY else 1
-        side_by_side([lambda c=c: self._judge(c, task, progress.log) for c in unjudged], slots)  # type: ignore[misc]
-        for contestant in unjudged if slots > 1 else []:
-            if self.gates.may_blame_neighbours(contestant, task):
-                self._judge(contestant, task, progress.log, fresh=True)
 
-    def _judge(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> None:
-        started = Moment()
-        record = self.judged(contestant, task, log, fresh)
-        outcome = "passed" if record.state == "ok" else outcome_of(record)
-        how = "remembered" if self.gates.verdicts[contestant.name, task].cached else about(started.seconds)
-        log(f"gate · {task} · {contestant.name}: {outcome} ({how})")
+        def judge(contestant: Contestant, fresh: bool) -> None:
+            started = Moment()
+            record = self.judged(contestant, task, progress.log, fresh)
+            outcome = "passed" if record.state == "ok" else outcome_of(record)
+            how = "remembered" if self.gates.verdicts[contestant.name, task].cached else about(started.seconds)
+            progress.log(f"gate · {task} · {contestant.name}: {outcome} ({how})")
+
+        self.gates.judge_together(unjudged, task, judge)
 
     def judged(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Record:
         """Return the record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.environments.backend import Backend, Log
-from harness.environments.executor import Executor, Limits
+from harness.environments.executor import Executor, Limits, Venv
 from harness.environments.unavailable import Unavailable
 from harness.gate import admission
 from harness.gate.admission import Verdict
 from harness.plan.e2e import Job, Options
+from harness.plan.gpu import TODAY
 from harness.plan.registry import Contestant
 from harness.run.session import ENDS_THE_RUN, killer, unforeseen
+from harness.run.side_by_side import side_by_side
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Gate, Record
 from harness.worker.result import Result
+
+Judge = Callable[[Contestant, bool], None]
+"""Judges a contestant and tells of it; the flag: an earlier verdict is forgotten."""
 
 
 @dataclass
@@ -61,6 +67,22 @@ class Gates:
             except Exception as error:
                 result = unforeseen(error)
             return Verdict(result.state, result.reason, nothing, {}, result.log_tail)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether all workers are processes of this machine's processors, and none a container."""
+        made = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
+        return self.options.device == "cpu" and all(type(e) is Venv for e in made)
+
+    def judge_together(self, contestants: Sequence[Contestant], task: str, judge: Judge) -> None:
+        """Have each judged, several at once where there are processors for it; where neighbours may be the reason of a
+        failure, once more alone."""
+        # A gate has no clock, and those of the tasks of today need the machine's memory.
+        slots = max(1, len(os.sched_getaffinity(0)) // self.threads) if self.runs_here and task not in TODAY else 1
+        side_by_side([lambda c=c: judge(c, False) for c in contestants], slots)  # type: ignore[misc]
+        for contestant in contestants if slots > 1 else []:
+            if self.may_blame_neighbours(contestant, task):
+                judge(contestant, True)
 
     def may_blame_neighbours(self, contestant: Contestant, task: str) -> bool:
         """Return whether a verdict that was made beside others is to be made again alone: it did not pass, and nobody

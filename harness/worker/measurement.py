@@ -46,7 +46,7 @@ class Measurement:
         emit({"event": "phase", "phase": "import"})
         self.adapter = load_create(Path(request.folder, "adapter.py"))(request.variant)
         require(self.adapter, self.setting)
-        if self.adapter.noise_factor(1) is not None:
+        if self.adapter.noise_factor(2) is not None:  # of one step none is another's
             raise Unsupported(CORRELATED)
         self.adapter.build(self.task, self.setting, self.initial)
         fault = check_parameters(self.task, self.adapter.parameters())

@@ -323,3 +323,66 @@ def test_an_optimizer_that_tells_another_number_of_batches_is_refused():
             optimizer.step()
         assert torch.equal(net.weight, before) == (batches == 2)
         optimizer.zero_grad()
+
+
+class _OwnNoise(DPOptimizer):
+    """Noise of one's own, which counts its draws in the attribute that dpcore counts steps in."""
+
+    def add_noise(self):
+        self.steps += 1
+        for param in self.params:
+            noise = torch.randn_like(param)
+            param.grad = param.summed_grad + self.noise_multiplier * self.max_grad_norm * noise
+
+
+def test_noise_of_ones_own_that_moves_the_steps_is_counted():
+    engine = PrivacyEngine()
+    model, optimizer, loader = _made(engine)
+    optimizer.__class__ = _OwnNoise
+    _train(model, optimizer, loader)
+    assert engine.accountant.history == [(1.0, 0.25, 4)]
+
+
+def test_a_step_made_by_hand_is_guarded_named_and_counted():
+    engine = PrivacyEngine()
+    model, optimizer, loader = _made(engine)
+    names = []
+    optimizer.attach_step_guard(lambda of: names.append(of.steps))
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.clip_and_accumulate()
+        optimizer.add_noise()
+        optimizer.scale_grad()
+        with torch.no_grad():
+            for param in optimizer.params:
+                param.sub_(0.1 * param.grad)
+    assert engine.accountant.history == [(1.0, 0.25, 4)] and names == [0, 1, 2, 3]
+    assert optimizer.run.batches_seen == 4
+
+
+def test_a_batch_whose_hook_raised_is_not_drawn_again(tmp_path):
+    engine = PrivacyEngine()
+    model, optimizer, loader = _made(engine, sampling="shuffle")
+
+    def breaks(of):
+        raise RuntimeError
+
+    def step(batch):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    rows = iter(loader)
+    step(next(rows))
+    optimizer.attach_step_hook(breaks)
+    used = next(rows)
+    with pytest.raises(RuntimeError):
+        step(used)
+    optimizer.step_hooks.remove(breaks)
+    optimizer.zero_grad()
+    engine.save_checkpoint(path=tmp_path / "c", module=model, optimizer=optimizer)
+    again = PrivacyEngine()
+    model, optimizer, loader = _made(again, sampling="shuffle")
+    again.load_checkpoint(path=tmp_path / "c", module=model, optimizer=optimizer)
+    assert not torch.equal(next(iter(loader))[0], used[0])
