@@ -121,7 +121,7 @@ def test_every_level_computes_what_torch_does_and_the_same_noise_to_the_bit(fres
 def test_kernels_that_compute_something_else_are_switched_off_with_one_warning(fresh, monkeypatch):
     level = levels.levels_here()[0]
     (source,) = (path for path in compiling.SOURCES if path.name == "contraction.cpp")
-    right, wrong = "acc[m][n] += y * (V)wide[n]", "acc[m][n] += y * y * (V)wide[n]"
+    right, wrong = "acc[m][n] += y[m] * wide", "acc[m][n] += y[m] * y[m] * wide"
     for file in (source, *compiling.HEADERS):
         shutil.copy(file, fresh)
     header = fresh / "outer_products.h"
