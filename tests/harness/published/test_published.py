@@ -160,7 +160,13 @@ def test_a_damaged_packed_file_is_one_sentence(tmp_path: Path, damage) -> None:
         records.load(path)
 
 
-@pytest.mark.parametrize("page", list(pages.pages()), ids=lambda p: p.name)
+LONG = ("2026-11-25-modern-tasks.md", "2026-11-26-modern-tasks.md")
+"""Pages that take half a minute each, and whose records no longer change."""
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p.name in LONG), id=p.name) for p in pages.pages()]
+)
 def test_tables_of_pages_are_what_the_records_give(page: Path) -> None:
     text = page.read_text()
     words = " ".join(text.split())
