@@ -3,7 +3,7 @@
 python -m proofs.covariance [--steps 64] [--record results/checks/covariance-DATE.json]
 
 Each run makes steps without a gradient (all examples are zeros), the second half of them behind a checkpoint that was
-saved and loaded into a new engine. Its noise, multiplied by the factor C that the mechanism states, must be white: the
+saved and loaded into a new engine. Its noise, multiplied by the factor F that the mechanism states, must be white: the
 scores are the gate's (:mod:`harness.worker.gate.noise`).
 """
 
@@ -40,7 +40,7 @@ MECHANISMS = {
 
 
 def factor(weights: Sequence[float], steps: int) -> np.ndarray:
-    """Return the first column of C, by the series of its inverse's."""
+    """Return the first column of F, by the series of its inverse's."""
     column = np.zeros(steps)
     column[0] = 1.0
     for t in range(1, steps):

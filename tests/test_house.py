@@ -95,7 +95,7 @@ LIMITS = {
     "dpcore": Size(lines=33_524, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_453, long_classes=0, long_files=0),
-    "tests": Size(lines=57_952, long_classes=0, long_files=16),
+    "tests": Size(lines=57_979, long_classes=0, long_files=16),
 }
 
 

@@ -73,7 +73,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
     secure = False
     max_batch_size: int | None = None
     drawn = 0
-    """How many lists were drawn; of a subclass with an ``__iter__`` of its own it is not known."""
+    """Lists that were drawn; of a subclass with an ``__iter__`` of its own it is not known."""
     _generator: torch.Generator | None = None
     _generator_of: int | None = None  # the seed of which it was made
     _was_asked = False  # for its generator, whose numbers a state does not tell

@@ -269,7 +269,7 @@ class DPOptimizer(ClippingOptimizer):
         except BaseException:
             for param in shown:
                 param.grad = None
-            self.weights_agree = False  # the other ranks may have made the step
+            self.weights_agree, self.stage = False, "open"  # the other ranks may have made the step
             raise
 
     def _conclude(self) -> None:

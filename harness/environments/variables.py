@@ -28,7 +28,7 @@ INSTALLER = re.compile(
     r"SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|"
     r"UV_(CACHE_DIR|LINK_MODE|\w*INDEX\w*|FIND_LINKS|OFFLINE|HTTP_TIMEOUT|INSECURE_HOST)"
 )
-"""What installers and git need beside the first list: where packages come from, and how the network is reached."""
+"""Needed by installers and git beside the first list: where packages come from, and how the network is reached."""
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 COMPUTES = re.compile(
     r"lib(gomp|iomp|omp|mkl|openblas|blas|lapack|cu(?!rl)|nv|nccl|tcmalloc|jemalloc|mimalloc|torch|stdc)\S*\.so\S*"

@@ -70,7 +70,7 @@ class Gates:
 
     @property
     def runs_here(self) -> bool:
-        """Whether all workers are processes of this machine's processors, and none a container."""
+        """Return whether all workers are processes of this machine's processors, and none a container."""
         made = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
         return self.options.device == "cpu" and all(type(e) is Venv for e in made)
 

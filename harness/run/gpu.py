@@ -282,12 +282,7 @@ class GpuRun:
         """All of it; the first error is raised once what is under way has ended."""
         self.backend.side_by_side = slots > 1
         try:
-            side_by_side(work, slots, let_end=(OutOfTime,))
-        except OutOfTime:
-            raise
-        except BaseException:
-            self.deadline.end()
-            raise
+            side_by_side(work, slots, (OutOfTime,), self.deadline.end)
         finally:
             self.backend.side_by_side = False
 

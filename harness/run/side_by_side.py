@@ -10,7 +10,10 @@ import psutil
 
 
 def side_by_side(
-    work: Sequence[Callable[[], object]], slots: int, let_end: tuple[type[BaseException], ...] = ()
+    work: Sequence[Callable[[], object]],
+    slots: int,
+    let_end: tuple[type[BaseException], ...] = (),
+    at_error: Callable[[], object] = lambda: None,
 ) -> None:
     """Do all of it, so many pieces at once, and raise the first error once nothing is under way.
 
@@ -18,6 +21,7 @@ def side_by_side(
         work: the pieces.
         slots: how many at once.
         let_end: errors after which what is under way goes on to its end; after any other its processes are killed.
+        at_error: called before they are, so that no thread starts another one.
     """
     pool = ThreadPoolExecutor(slots)
     try:
@@ -26,6 +30,7 @@ def side_by_side(
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         if not isinstance(error, let_end):
+            at_error()
             for child in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
                     child.kill()

@@ -386,3 +386,30 @@ def test_a_batch_whose_hook_raised_is_not_drawn_again(tmp_path):
     model, optimizer, loader = _made(again, sampling="shuffle")
     again.load_checkpoint(path=tmp_path / "c", module=model, optimizer=optimizer)
     assert not torch.equal(next(iter(loader))[0], used[0])
+
+
+class _FailsOnce(DPOptimizer):
+    fails = True
+
+    def add_noise(self):
+        if self.fails:
+            raise RuntimeError
+        super().add_noise()
+
+
+def test_a_step_by_hand_behind_one_that_failed_asks_the_guards():
+    model, optimizer, loader = _made(PrivacyEngine())
+    optimizer.__class__ = _FailsOnce
+    asked = []
+    optimizer.attach_step_guard(lambda of: asked.append(of.steps))
+    rows = iter(loader)
+    x, y = next(rows)
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    optimizer.fails = False
+    x, y = next(rows)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.clip_and_accumulate()
+    optimizer.add_noise()
+    assert len(asked) == 2

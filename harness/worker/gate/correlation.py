@@ -1,4 +1,4 @@
-"""Noise that is correlated over steps, made white again: of C⁻¹ Z, by the factor C that its adapter states, Z.
+"""Noise that is correlated over steps, made white again: of F⁻¹ Z, by the factor F that its adapter states, Z.
 
 Standard library and numpy only.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 COLUMNS = 4096
-"""So many coordinates are multiplied at once."""
+"""Coordinates that are multiplied at once."""
 
 
 def factor(stated: np.ndarray | None, steps: int) -> np.ndarray | None:
-    """Return the first column of C, float64 [steps], as an adapter has stated it; None where noise is independent.
+    """Return the first column of F, float64 [steps], as an adapter has stated it; None where noise is independent.
 
     Raises:
         ValueError: it is no such column. It has to begin with 1: then a step adds fresh noise of the whole deviation
-            to what earlier noise leaves of it, and a C that is made larger cannot hide noise that is too small.
+            to what earlier noise leaves of it, and an F that is made larger cannot hide noise that is too small.
     """
     if stated is None:
         return None
@@ -25,13 +25,13 @@ def factor(stated: np.ndarray | None, steps: int) -> np.ndarray | None:
         first = column.flat[0] if column.size else "nothing"
         raise ValueError(
             f"noise_factor({steps}) has shape {column.shape} and begins with {first}; it must be the first column of "
-            f"C, {steps} finite numbers of which the first is 1, or None for independent noise"
+            f"F, {steps} finite numbers of which the first is 1, or None for independent noise"
         )
     return column
 
 
 def white(noise: np.ndarray, column: np.ndarray | None) -> np.ndarray:
-    """Return C times the noise [steps, parameters], float32, with a lower triangular Toeplitz C of this column."""
+    """Return F times the noise [steps, parameters], float32, with a lower triangular Toeplitz F of this column."""
     if column is None:
         return noise
     steps = len(noise)

@@ -41,8 +41,8 @@ MEDIAN = 0.6744897501960817
 """Median of |N(0, 1)|."""
 
 TENSOR_VALUES, NEAR_STEPS = 16, 4
-"""So many first values of a tensor's noise are compared with those of others under neighbouring seeds, of the first
-step, and up to so many steps later."""
+"""First values of a tensor's noise that are compared with those of others under neighbouring seeds, of the first step,
+and the most steps that the others are later by."""
 
 LATE_FROM = 16
 """From so many steps on, the last quarter of every tensor is looked at by itself."""

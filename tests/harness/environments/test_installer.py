@@ -1,4 +1,4 @@
-"""What installs an environment: uv, told what pip is told, and pip where uv has no word for it or fails."""
+"""Try what installs an environment: uv, told what pip is told, and pip where uv has no word for it or fails."""
 
 import subprocess
 import sys

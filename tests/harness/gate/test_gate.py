@@ -92,7 +92,7 @@ def test_a_factor_that_is_none_is_a_failed_check_that_says_so(column):
             return column(steps)
 
     found = {check["check"]: check for check in gate(States())}
-    assert "it must be the first column of C" in found["noise"]["detail"] and not found["noise"]["passed"]
+    assert "it must be the first column of F" in found["noise"]["detail"] and not found["noise"]["passed"]
 
 
 @pytest.mark.parametrize(
