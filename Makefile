@@ -28,6 +28,9 @@ PIP := -m pip install --disable-pip-version-check --quiet
 UV := $(VENV)/uv-tried
 INSTALL = PATH="$(CURDIR)/$(BIN):$$PATH" $(PYTHON) -m harness.environments.installer
 
+# The quick grid ends sooner where it is known who is fastest, and later where it is not.
+LIMIT = $(if $(filter quick,$(PRESET)), --minutes 24)
+
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
 
@@ -50,8 +53,8 @@ bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch s
 	  if $(BIN)/dpbench image sweep --json >/dev/null; then out=$$out-docker; \
 	  else echo "==> No container engine (see above): measuring in virtual environments instead"; isolation=venv; fi; \
 	fi; \
-	echo "==> dpbench run e2e --preset $(PRESET) --isolation $$isolation: missing data, environments or images are made first"; \
-	$(BIN)/dpbench run e2e --preset $(PRESET) --isolation $$isolation --out $$out $(ARGS)
+	echo "==> dpbench run e2e --preset $(PRESET)$(LIMIT) --isolation $$isolation: missing data, environments or images are made first"; \
+	$(BIN)/dpbench run e2e --preset $(PRESET)$(LIMIT) --isolation $$isolation --out $$out $(ARGS)
 
 bench-modern: $(READY)  ## the modern tasks (transformers, a wide ResNet) with the core frameworks: throughput, cost of privacy
 	@echo "==> dpbench run e2e --preset modern --minutes 15: missing data and environments are made first"

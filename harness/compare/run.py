@@ -220,8 +220,8 @@ class ComparisonRun:
 
     def _pair(self, paired: PairedCell, number: int, progress: Progress) -> Pair:
         order = first_of(self.options.seed, paired.slug, number)
-        with quietest(self.options.threads) as processors:
-            pair = self.workers.both(paired, order, "time", number, processors, progress)
+        with quietest(self.options.threads) as places:
+            pair = self.workers.both(paired, order, "time", number, places, progress)
         if pair.is_uneven:
             progress.log(f"{paired.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
         return pair

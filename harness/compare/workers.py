@@ -79,13 +79,14 @@ class Workers:
         order: tuple[Role, Role],
         purpose: Purpose,
         number: int,
-        processors: list[int],
+        places: list[list[int]],
         progress: Progress,
     ) -> Pair:
-        """Return a process of either side, and how far what they leave behind lies apart."""
+        """Return a process of either side, and how far what they leave behind lies apart. ``places``: processors for
+        as many as may start at once, the first of which both are timed on."""
         blocks: list[tuple[float, float]] = []
         if purpose == "time" and self._takes_turns(paired):
-            processes, blocks = self._in_turns(paired, order, number, progress)
+            processes, blocks = self._in_turns(paired, order, number, places, progress)
         else:
             processes = {role: self.one(paired, role, purpose, number, progress) for role in order}
         base, head = processes["base"], processes["head"]
@@ -97,7 +98,7 @@ class Workers:
         return Pair(
             number=number,
             order=order,
-            processors=processors,
+            processors=places[0] if places else [],
             base=kept["base"],
             head=kept["head"],
             apart=apart,
@@ -111,7 +112,7 @@ class Workers:
         return paired.cell.kind == "e2e" and self.options.device == "cpu" and all(type(e) is Venv for e in executors)
 
     def _in_turns(
-        self, paired: PairedCell, order: tuple[Role, Role], number: int, progress: Progress
+        self, paired: PairedCell, order: tuple[Role, Role], number: int, places: list[list[int]], progress: Progress
     ) -> tuple[dict[Role, Process], list[tuple[float, float]]]:
         """Return the process of either side, and the seconds of a step of base and of head in each block."""
         progress.doing(f"{paired.name} · pair {number + 1} · taking turns")
@@ -126,7 +127,7 @@ class Workers:
             return lambda seat: executor.run(request, self.limits, progress.event, seat)
 
         seed = f"{self.options.seed} {paired.slug} {number}"
-        found = in_turns({role: process(role) for role in order}, seed, paired.name, progress.log, equal=True)
+        found = in_turns({role: process(role) for role in order}, seed, paired.name, progress.log, places, equal=True)
         how: dict[str, Any] = {"started": started.text, "wall_seconds": started.seconds / len(ROLES)}
         processes = {
             role: _process(found[role][0], number == 0).model_copy(update={**how, "load": found[role][1]})

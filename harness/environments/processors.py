@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,20 +17,25 @@ their parent, which takes some milliseconds."""
 
 
 @contextmanager
-def quietest(threads: int) -> Iterator[list[int]]:
+def quietest(threads: int) -> Iterator[list[list[int]]]:
     """Keep this thread, and what it starts, on so many processors, those that others used least a moment ago: all that
-    are compared get the same ones, and a busy neighbour falls on none where there is room beside it."""
+    are compared get the same ones, and a busy neighbour falls on none where there is room beside it.
+
+    Yields:
+        Their numbers, and then those of as many others, as often as there are so many.
+    """
     if not hasattr(os, "sched_setaffinity"):
-        yield []
+        yield [[]]
         return
     allowed = sorted(os.sched_getaffinity(0))
     chosen = allowed[:threads]
     if threads < len(allowed):
         busy = dict(enumerate(psutil.cpu_percent(interval=LOOK_SECONDS, percpu=True)))
         chosen = sorted(sorted(allowed, key=lambda number: busy.get(number, 100.0))[:threads])
+    left = [number for number in allowed if number not in chosen]
     os.sched_setaffinity(0, chosen)
     try:
-        yield chosen
+        yield [chosen, *(left[at : at + threads] for at in range(0, len(left) - threads + 1, threads))]
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -84,6 +89,15 @@ def tree_processors(pid: int) -> set[int]:
             with suppress(OSError):
                 found |= os.sched_getaffinity(int(thread.name))
     return found
+
+
+def keep_on(pid: int, processors: Collection[int]) -> None:
+    """Keep this thread, and every thread of the process and its living descendants, on these processors."""
+    os.sched_setaffinity(0, processors)
+    for process in _tree(pid):
+        for thread in process.glob("task/*"):
+            with suppress(OSError):
+                os.sched_setaffinity(int(thread.name), processors)
 
 
 def _tree(pid: int) -> Iterator[Path]:

@@ -6,7 +6,7 @@ import math
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from harness.errors import BadInput, did_you_mean
@@ -25,9 +25,8 @@ class Options:
     """Options of an end-to-end run. ``batch_sizes`` per task. ``subset``: fraction of an epoch's steps that is
     measured; ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``:
     how often a disturbed measurement is made again. ``time`` False: only the processes that measure peak memory.
-    ``more_rounds``: further rounds of tasks whose processes are short, after the ``rounds`` of all. ``small_gate``:
-    judge modern tasks by small networks of the same structure. ``world_size``: numbers of processes that train
-    together; empty: contestants of one process; ``parallel``: only those that train in these ways."""
+    ``small_gate``: judge modern tasks by small networks of the same structure. ``world_size``: numbers of processes
+    that train together; empty: contestants of one process; ``parallel``: only those that train in these ways."""
 
     tasks: tuple[str, ...]
     frameworks: tuple[str, ...] | None
@@ -48,7 +47,6 @@ class Options:
     synthetic: bool = False
     sigma: float | None = None
     repeats: int = 1
-    more_rounds: Mapping[str, int] = field(default_factory=dict)
     small_gate: bool = False
     world_size: tuple[int, ...] = ()
     parallel: tuple[str, ...] | None = None
@@ -58,10 +56,6 @@ class Options:
         if not self.world_size:
             return registry.select(self.frameworks)
         return registry.ranked(self.frameworks, self.world_size, self.parallel)
-
-    def rounds_of(self, task: str) -> int:
-        """Return processes of each of the task's cells."""
-        return self.rounds + self.more_rounds.get(task, 0)
 
 
 AContestant = TypeVar("AContestant")
@@ -126,8 +120,6 @@ PRESETS: dict[str, Options] = {
         frameworks=("core",),
         batch_sizes=_sizes(PAPER_TASKS, (64, 512), QUICK_SIZES),
         rounds=3,
-        # Of three pairs an interval says little, and these cost a quarter of what the others do.
-        more_rounds={"mnist-cnn": 2, "imdb-embedding": 3},
         budget_seconds=3.0,
         timeout_seconds=300.0,
     ),
@@ -206,8 +198,6 @@ def preset(name: str, **changes: Any) -> Options:
         )
     if only_whole or ({"subset", "epochs"} & changes.keys() and "budget_seconds" not in changes):
         changes["budget_seconds"] = None
-    if "rounds" in changes or changes.get("time") is False:
-        changes["more_rounds"] = {}
     options = replace(
         base,
         tasks=tasks,
@@ -285,14 +275,12 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
     rng = random.Random(f"dpbench {options.seed}")
     blocks = [(task, size) for task in options.tasks for size in options.batch_sizes[task]]
     result: list[Job] = []
-    for number in range(max(map(options.rounds_of, options.tasks))):
+    for number in range(options.rounds):
         rng.shuffle(blocks)
         if number == 0:
             sizes = {task: sorted(options.batch_sizes[task]) for task in options.tasks}
             blocks.sort(key=lambda block: (sizes[block[0]].index(block[1]), options.tasks.index(block[0])))
         for task, size in blocks:
-            if number >= options.rounds_of(task):
-                continue
             if options.memory and (number == 0 or not options.time):
                 result += _of_block(options, contestants, task, size, number, "memory")
             if options.time:

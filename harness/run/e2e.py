@@ -17,9 +17,8 @@ from harness.contract import NO_OWN_LOOP
 from harness.data import store
 from harness.environments import energy
 from harness.environments.backend import Argument, Backend, Input, Log, last_json
-from harness.environments.executor import Executor, ToolFault
+from harness.environments.executor import ToolFault
 from harness.environments.turns import TURN_SECONDS
-from harness.environments.unavailable import Unavailable
 from harness.gate import admission
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
@@ -95,9 +94,9 @@ class Run(Session[Options, Contestant, Job, Request]):
                 self._begun(self.block)
                 began += judging.seconds  # of the time that a pace allows, gates take nothing
                 if self.measured and self.pace.is_over(time.monotonic() - began):
-                    cells = {job.cell for job in self.jobs} - {job.cell for job in yielded}
-                    self.missing += len(cells)
-                    without = f"{len(cells)} cells have no time yet; " if cells else ""
+                    left = len({job.cell for job in self.jobs} - {job.cell for job in yielded})
+                    self.missing += left
+                    without = f"{left} cells have no time yet; " if left else ""
                     progress.log(f"Time is up: {without}what was measured is reported; the same command goes on.")
                     self.pace.tell(self.folder.path, rounds, "time is up", progress.log)
                     return
@@ -115,24 +114,33 @@ class Run(Session[Options, Contestant, Job, Request]):
     @property
     def takes_turns(self) -> bool:
         """Whether the timed processes of a block are alive together: on this machine's processors, for some seconds
-        each. Containers, GPUs, whole epochs and several processes that train together are measured one after the
-        other."""
+        each. Containers, GPUs, whole epochs and processes that train together are measured one after the other."""
         is_short = self.options.budget_seconds is not None and self.protocol.warm_up and self.protocol.sampling != "own"
         return is_short and self.gates.runs_here and all(c.world_size == 1 for c in self.contestants)
 
     def _measured(self, job: Job, progress: Progress) -> Record:
-        """A timed process is measured together with those of its block that are still to be."""
+        """A process is measured together with those of its block that are still to be: a timed one in turns, others
+        side by side."""
         has_process = self.folder.attempts(job.name) < MOST_ATTEMPTS and self.refusal(job) is None
-        if job.purpose == "time" and self.takes_turns and job.name not in self.taken and has_process:
-            together = [one for one in self.block if self._is_due(one) and not self.folder.attempts(one.name)]
+        slots = self.gates.slots(job.cell.task)
+        is_with_others = self.takes_turns if job.purpose == "time" else job.purpose == "memory" and slots > 1
+        if job.name not in self.taken and has_process and is_with_others:
+            alike = [one for one in self.block if one.purpose == job.purpose and self._is_due(one)]
+            together = [one for one in alike if not self.folder.attempts(one.name)]
             # Where the run was killed meanwhile, each is measured alone, so that who did it shows.
-            self.taken = block.records(self, together if job in together else [job], progress)
+            together = together if job in together else [job]
+            if job.purpose == "time":
+                self.taken = block.records(self, together, slots, progress)
+            else:
+                self.taken = block.by_name(super()._measured, together, slots, progress)
             progress.doing(f"{title_of(job)}, {job.purpose}, round {job.round + 1}")
         record = self.taken.get(job.name)
         return super()._measured(job, progress) if record is None else record
 
     def _seconds_of(self, record: Record) -> float | None:
-        return record.wall_seconds if record.timed is not None and record.timed.turns else None
+        is_beside = record.purpose == "memory"
+        seconds = record.wall_seconds / (self.gates.slots(record.cell.task) if is_beside else 1)
+        return seconds if is_beside or (record.timed is not None and record.timed.turns) else None
 
     def _stands(self, job: Job, record: Record) -> bool:
         is_settled = super()._stands(job, record) and not self.gates.is_of_the_past(job, record)
@@ -164,7 +172,7 @@ class Run(Session[Options, Contestant, Job, Request]):
     def prepare(self, log: Log) -> None:
         """Make the environments. One that cannot be built makes its cells ``unsupported``."""
         for contestant in self.contestants:
-            self.executors[contestant.name] = self._executor(contestant, log)
+            self.executors[contestant.name] = self.backend.executor(contestant, log)
 
     def ensure_data(self, task: str, log: Log) -> None:
         """Fetch the task's data set where it is missing: no row waits for another task's."""
@@ -172,9 +180,6 @@ class Run(Session[Options, Contestant, Job, Request]):
         if name not in self.data:
             self.data[name] = ensure_data(name, self.options.synthetic, log)
             self.watched.add(store.files(name, self.options.synthetic))
-
-    def _executor(self, contestant: Contestant, log: Log) -> Executor | Unavailable:
-        return self.backend.executor(contestant, log)
 
     def _judge_all(self, progress: Progress, task: str) -> None:
         """Judge all contestants on a task, before its first block: so the first rows come soon."""
@@ -232,13 +237,10 @@ class Run(Session[Options, Contestant, Job, Request]):
             return refused
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
             return Result("unsupported", f"{job.contestant.name} {NO_OWN_LOOP}")
-        unreplayed = self.unreplayed.get(job.cell.name)
-        if unreplayed is not None and job.purpose == "time":
-            reason = (
-                f"its memory process, which is its untimed replay, ended as {unreplayed.state}: {unreplayed.reason}"
-            )
-            tail, by_others = unreplayed.log_tail, unreplayed.interrupted
-            return Result(unreplayed.state, reason, log_tail=tail, interrupted=by_others)
+        lost = self.unreplayed.get(job.cell.name)
+        if lost is not None and job.purpose == "time":
+            reason = f"its memory process, which is its untimed replay, ended as {lost.state}: {lost.reason}"
+            return Result(lost.state, reason, log_tail=lost.log_tail, interrupted=lost.interrupted)
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
             return Result(earlier.state, f"as in round {earlier.block.round + 1}: {earlier.reason}")

@@ -211,11 +211,12 @@ class FrontierRun(Run):
     def description(self) -> dict[str, Any]:
         return {**super().description(), "search": asdict(self.search), "budget_bytes": self.budget_bytes}
 
-    def _executor(self, contestant: Contestant, log: Log) -> Executor | Unavailable:
-        executor = self.backend.executor(contestant, log, WORKER)
-        if isinstance(executor, Unavailable) or self.budget_bytes is None:
-            return executor
-        return Budgeted(executor, self.budget_bytes)
+    def prepare(self, log: Log) -> None:
+        for contestant in self.contestants:
+            executor = self.backend.executor(contestant, log, WORKER)
+            if not isinstance(executor, Unavailable) and self.budget_bytes is not None:
+                executor = Budgeted(executor, self.budget_bytes)
+            self.executors[contestant.name] = executor
 
     def request(self, job: Job) -> Request:
         return replace(super().request(job), mode="probe", epochs=1, steps=None, snapshot=None, weights=None)

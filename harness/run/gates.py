@@ -74,11 +74,15 @@ class Gates:
         made = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
         return self.options.device == "cpu" and all(type(e) is Venv for e in made)
 
+    def slots(self, task: str) -> int:
+        """Return how many processes without a clock may be at work at once: those of the tasks of today need the
+        machine's memory."""
+        return max(1, len(os.sched_getaffinity(0)) // self.threads) if self.runs_here and task not in TODAY else 1
+
     def judge_together(self, contestants: Sequence[Contestant], task: str, judge: Judge) -> None:
         """Have each judged, several at once where there are processors for it; where neighbours may be the reason of a
         failure, once more alone."""
-        # A gate has no clock, and those of the tasks of today need the machine's memory.
-        slots = max(1, len(os.sched_getaffinity(0)) // self.threads) if self.runs_here and task not in TODAY else 1
+        slots = self.slots(task)
         side_by_side([lambda c=c: judge(c, False) for c in contestants], slots)  # type: ignore[misc]
         for contestant in contestants if slots > 1 else []:
             if self.may_blame_neighbours(contestant, task):

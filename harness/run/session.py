@@ -170,9 +170,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         return self.backend.place(self.options.device, self.threads)
 
     def _is_due(self, job: AJob) -> bool:
-        """Return whether a timed process is still to be measured, or again."""
-        if job.purpose != "time":
-            return False
+        """Return whether a process is still to be measured, or again."""
         record = self.folder.read(self._record_name(job))
         return job.name in self.anew or record is None or not self._stands(job, record)
 
@@ -295,7 +293,8 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             job.purpose == "time",
             job.cell.name,
             progress,
-            self.backend.speed_probe,
+            # What has no clock is not disturbed, and may have others beside it.
+            self.backend.speed_probe if job.purpose == "time" else lambda: None,
         )
         check_disk(result, self.folder, job.cell.name)
         return self.finished(job, request, result, started, load, progress.log)
@@ -367,7 +366,12 @@ def by_the_clock(result: Result) -> Result:
 
 
 def in_turns(
-    processes: Mapping[str, Callable[[Seat], Result]], seed: str, name: str, log: Log, equal: bool = False
+    processes: Mapping[str, Callable[[Seat], Result]],
+    seed: str,
+    name: str,
+    log: Log,
+    places: Sequence[Sequence[int]],
+    equal: bool = False,
 ) -> dict[str, tuple[Result, Load]]:
     """Return (result, load) of ``processes`` that take turns (:mod:`harness.environments.turns`). One that is owed
     another try, because a machine that is busy can keep its clock waiting, is made again; where they must be
@@ -380,7 +384,7 @@ def in_turns(
     left, repeat, tables = dict(processes), 0, 0
     while left:
         # Blocks of one table have the numbers of no other one: only within a block is a ratio paired.
-        results = Turns(f"{seed} {tables}", equal, tables * MOST_BLOCKS).together(left)
+        results = Turns(f"{seed} {tables}", equal, tables * MOST_BLOCKS, places).together(left)
         tables += 1
         owed = {who for who, result in results.items() if owed_repeats(result) > repeat}
         for who, result in results.items():

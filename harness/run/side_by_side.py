@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import TypeVar
 
 import psutil
 
+T = TypeVar("T")
+
 
 def side_by_side(
-    work: Sequence[Callable[[], object]],
+    work: Sequence[Callable[[], T]],
     slots: int,
     let_end: tuple[type[BaseException], ...] = (),
     at_error: Callable[[], object] = lambda: None,
-) -> None:
-    """Do all of it, so many pieces at once, and raise the first error once nothing is under way.
+) -> list[T]:
+    """Do all of it, so many pieces at once, and return what they return, or raise the first error once nothing is under
+    way.
 
     Args:
         work: the pieces.
@@ -25,8 +29,7 @@ def side_by_side(
     """
     pool = ThreadPoolExecutor(slots)
     try:
-        for future in [pool.submit(one) for one in work]:
-            future.result()
+        return [future.result() for future in [pool.submit(one) for one in work]]
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         if not isinstance(error, let_end):

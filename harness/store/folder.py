@@ -163,9 +163,8 @@ def _parted(plan: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a run that stands may get more of, and the rest of its plan."""
     options = dict(plan.get("options") or {})
     options.pop("frameworks", None)  # whom it means stands under ``contestants``; their order is nobody's business
-    rounds, further = options.pop("rounds", 0), options.pop("more_rounds", None) or {}
-    tasks = options.pop("tasks", None) or ()
-    of_tasks = {task: rounds + further.get(task, 0) for task in tasks}
+    rounds, tasks = options.pop("rounds", 0), options.pop("tasks", None) or ()
+    of_tasks = dict.fromkeys(tasks, rounds)
     grows = {"definitions": plan.get("tasks"), "sizes": options.pop("batch_sizes", None), "rounds": of_tasks or rounds}
     return grows, {**plan, "options": options, "tasks": None}
 

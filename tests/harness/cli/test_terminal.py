@@ -18,7 +18,6 @@ from harness.plan import layer_registry, registry
 from harness.plan.e2e import START_UP_SECONDS, expected_seconds, jobs, preset
 from harness.run.progress import Progress
 from harness.run.remaining import Remaining, about, clock
-from harness.tasks import PAPER_TASKS
 
 NAMES = re.compile(r"\b(?:" + "|".join(sorted(registry.frameworks())) + r")-[a-z][a-z-]*[a-z]")
 
@@ -131,11 +130,3 @@ def test_the_time_of_a_plan_is_told_beforehand_unless_whole_epochs_are_timed() -
         timed * budget + sum(START_UP_SECONDS[job.cell.task][job.purpose] for job in planned)
     )
     assert expected_seconds(preset("quick", epochs=2), planned) is None
-
-
-def test_the_quick_preset_spends_its_rounds_where_they_are_cheap() -> None:
-    options = preset("quick", frameworks=("pytorch-eager",))
-    planned = jobs(options, registry.select(options.frameworks))
-    rounds = {task: 1 + max(job.round for job in planned if job.cell.task == task) for task in PAPER_TASKS}
-    assert rounds == {"mnist-cnn": 5, "cifar10-cnn": 3, "imdb-embedding": 6, "imdb-lstm": 3}
-    assert preset("quick", rounds=2).rounds_of("mnist-cnn") == 2, "what is asked for is done"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -107,6 +108,34 @@ def test_one_starts_when_the_one_before_it_stands_still():
 
     Turns("s").together({name: player(name) for name in "abc"})
     assert begun == [f"{name} {what}" for name in "abc" for what in ("begins", "is ready")]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_as_many_start_and_end_at_once_as_there_are_places_and_all_turns_are_on_the_first():
+    first, second = [[number] for number in sorted(os.sched_getaffinity(0))[:2]]
+    at: dict[str, list[set[int]]] = {name: [] for name in "abc"}
+    both = threading.Barrier(2)
+
+    def player(name: str) -> Callable[[Seat], None]:
+        def take(seat: Seat) -> None:
+            with subprocess.Popen([sys.executable, "-c", SPINS]) as process:
+                seat.pid = process.pid
+                at[name].append(os.sched_getaffinity(process.pid))
+                if name != "c":
+                    both.wait(10.0)
+                seat.take()
+                at[name].append(os.sched_getaffinity(process.pid))
+                seat.finish()
+                at[name].append(os.sched_getaffinity(process.pid))
+                process.kill()
+
+        return take
+
+    Turns("s", places=[first, second]).together({name: player(name) for name in "abc"})
+
+    here, there = set(first), set(second)
+    assert at["a"] == [here, here, here] and at["b"] == [there, here, there]
+    assert at["c"][1:] == [here, here]
 
 
 def test_who_has_fewer_turns_or_ends_early_holds_up_nobody():
