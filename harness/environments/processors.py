@@ -22,7 +22,7 @@ def quietest(threads: int) -> Iterator[list[list[int]]]:
     are compared get the same ones, and a busy neighbour falls on none where there is room beside it.
 
     Yields:
-        Their numbers, and then those of as many others, as often as there are so many.
+        Their numbers, and then those of as many others with the same memory, as often as there are so many.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield [[]]
@@ -32,12 +32,17 @@ def quietest(threads: int) -> Iterator[list[list[int]]]:
     if threads < len(allowed):
         busy = dict(enumerate(psutil.cpu_percent(interval=LOOK_SECONDS, percpu=True)))
         chosen = sorted(sorted(allowed, key=lambda number: busy.get(number, 100.0))[:threads])
-    left = [number for number in allowed if number not in chosen]
+    left = [number for number in allowed if number not in chosen and _node(number) == _node(chosen[0])]
     os.sched_setaffinity(0, chosen)
     try:
         yield [chosen, *(left[at : at + threads] for at in range(0, len(left) - threads + 1, threads))]
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def _node(processor: int) -> str:
+    """Return which part of the machine's memory lies nearest to it; empty where the kernel does not say."""
+    return next((node.name for node in Path(f"/sys/devices/system/cpu/cpu{processor}").glob("node[0-9]*")), "")
 
 
 def tree_seconds(pid: int) -> float:

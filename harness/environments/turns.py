@@ -125,7 +125,7 @@ class Turns:
         try:
             for name, process in processes.items():
                 with self._changed:
-                    # Each starts on processors of its own: what is built and tried out is not disturbed either.
+                    # Each starts on processors of its own: what is built and tried out is hardly disturbed.
                     self._changed.wait_for(lambda: len(self._starting) < len(self._places))
                     taken = [seat.place for seat in self._starting]
                 if not self._has_room():
