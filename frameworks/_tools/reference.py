@@ -22,6 +22,7 @@ from frameworks._tools import bfloat16
 from harness.optimizer import AdamW
 from harness.tasks import FLOAT32, GATE_TASKS, TASKS, Task, known_task
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import pool as gate_pool
 from harness.worker.gate.cases import Case
 
 PERTURBATION = 1e-6
@@ -31,7 +32,7 @@ PERTURBATION = 1e-6
 def gate_reference(task: Task) -> dict[str, np.ndarray]:
     """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64; where
     the task's precision is lower, how far its rounding moves that of the cases that have such a figure, by tensor."""
-    x, y = torch_models.place(*gate_cases.pool(task), "cpu")
+    x, y = torch_models.place(*gate_pool.pool(task), "cpu")
     models = {
         saturated: torch_models.build_model(task, gate_cases.starting_weights(task, saturated), torch.float64)
         for saturated in (False, True)

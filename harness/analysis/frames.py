@@ -1,47 +1,22 @@
-"""Records as one tidy frame, and the frames of numbers that every table and figure is drawn from.
-
-Vocabulary: a *section* is what must never be pooled or compared across (machine, device, protocol, isolation); a *block
-of the table* is a task on genuine or on synthetic data; a *cell* is one contestant at one batch size in it.
-"""
+"""The frames of numbers that every table and figure is drawn from."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import Counter, namedtuple
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.analysis import naming, stats
+from harness.analysis import naming
+from harness.analysis.pairs import against_fastest, by_block, medians_of, paired_sides
+from harness.analysis.tidy import CELL, PLACE, SECTION, cells, mean_of, medians_by, rows_of, tidy
 from harness.errors import BadInput
 from harness.paths import ROOT
-from harness.store import surroundings
 from harness.store.record import GateCheck, Record
 from harness.tasks import TASKS
 
-SECTION = ["machine", "device", "protocol", "isolation"]
-PLACE = [*SECTION, "task", "synthetic"]
-CELL = [*PLACE, "batch_size", "contestant"]
-PAIRING = ["run", "round", "moment"]
-"""What two times of one block have in common."""
-OF_CELLS = [
-    *(*CELL, "private", "state", "reason", "failures", "failed", "superseded", "extrapolated", "disturbed"),
-    *("swamped", "own_sampling", "judged_as", "cell", "median", "low", "high", "n", "coverage"),
-]
-"""Columns of the frame of cells, for a run that timed nothing."""
-
-SWAMPED = 0.5
-"""Share of the processors that others took, beyond which a time tells of them and not of the contestant."""
-UNGATED = "ungated"
-UNGATED_REASON = (
-    "no passed admission gate with this adapter source and environment lock stands in the record, so its time does not "
-    "count; measure it again with the gate on"
-)
 PAPER = (
     "Yousefpour et al. 2021, Opacus: User-Friendly Differential Privacy Library in PyTorch, arXiv:2109.12298, whose "
     "end-to-end benchmark goes back to Subramani, Vadivelu and Kamath 2021, arXiv:2010.09063"
@@ -118,7 +93,7 @@ def build(
     current = raw[~raw.superseded]
     all_cells = arranged(all_cells)
     base = baseline(raw, rows)
-    compiling = arranged(_medians(current[current.purpose == "time"], "compile_seconds"))
+    compiling = arranged(medians_by(current[current.purpose == "time"], "compile_seconds"))
     return Tables(
         records=records,
         raw=raw,
@@ -153,226 +128,12 @@ def _by_speed(all_cells: pd.DataFrame, raw: pd.DataFrame) -> tuple[tuple[str, ..
     for place, value in zip(ok[[*PLACE, "contestant"]].itertuples(index=False, name=None), logs, strict=True):
         slowness.setdefault(place, []).append(value)
         overall[place[-1]].append(value)
-    order = tuple(sorted(overall, key=lambda name: _mean(overall[name])))
-    ranked = sorted(slowness, key=lambda place: _mean(slowness[place]))
+    order = tuple(sorted(overall, key=lambda name: mean_of(overall[name])))
+    ranked = sorted(slowness, key=lambda place: mean_of(slowness[place]))
     return order, {place: i for i, place in enumerate(ranked)} | {
         place: len(ranked) + order.index(place[-1])
         for place in set(raw[[*PLACE, "contestant"]].itertuples(index=False, name=None)) - slowness.keys()
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.inf
-
-
-def tidy(records: Sequence[Record]) -> pd.DataFrame:
-    """Return one row per record, in order.
-
-    ``seconds`` is the process's value (median of its epochs; NaN unless its state is ok). ``superseded`` rows are shown
-    nowhere but counted: the same cell was measured again with a newer adapter or environment, or completely where
-    this one was extrapolated.
-    """
-    labels: dict[str, str] = {}
-    of_machine: dict[int, str] = {}  # many records share one, and to tell it from others takes longer than a row
-    table = []
-    for r in records:
-        if id(r.machine) not in of_machine:
-            key = surroundings.of(r).key
-            of_machine[id(r.machine)] = labels.setdefault(key, naming.machine_label(r.machine))
-        state, reason = admitted(r)
-        table.append(
-            {
-                **section_of(r, of_machine[id(r.machine)]),
-                "task": r.cell.task,
-                "precision": r.precision,
-                "synthetic": r.data.synthetic if r.data else None,
-                "batch_size": r.cell.batch_size,
-                "contestant": r.cell.contestant,
-                "framework": r.cell.framework,
-                "private": r.cell.private,
-                "purpose": r.purpose,
-                "state": state,
-                "reason": " ".join((reason or "").split()),
-                "seconds": stats.process_value(r.epoch_seconds) if state == "ok" and r.epoch_seconds else float("nan"),
-                "epochs": len(r.epoch_seconds),
-                "compile_seconds": r.compile_seconds if state == "ok" else None,
-                "extrapolated": bool(r.timed and r.timed.extrapolated),
-                "disturbed": bool(r.load and r.load.disturbed),
-                "foreign": r.load.foreign_share if r.load else 0.0,
-                "own_sampling": _own_sampling(r),
-                "judged_as": r.gate.judged_as if r.gate else None,
-                "run": r.block.run,
-                "round": r.block.round,
-                "order": r.block.order,
-                **origin_of(r),
-            }
-        )
-    # Words as plain objects: pandas' own strings take several times as long to compare and to walk through.
-    plain = pd.DataFrame(table, dtype=object)
-    frame = plain.infer_objects()
-    frame = frame.assign(**{c: plain[c] for c in frame if isinstance(frame[c].dtype, pd.StringDtype)})
-    frame["compile_seconds"] = frame["compile_seconds"].astype(float)
-    frame["synthetic"] = _filled(frame)
-    _reject_whole_cells(frame)
-    frame["superseded"] = _superseded(frame)
-    return frame
-
-
-def section_of(r: Record, machine: str) -> dict[str, Any]:
-    """Return the columns of SECTION."""
-    return dict(zip(SECTION, (machine, r.cell.device, r.cell.protocol, r.cell.surroundings), strict=True))
-
-
-def origin_of(r: Record) -> dict[str, Any]:
-    """Return the columns that say when a record was made, of which code and for which cell."""
-    made = {"moment": r.block.moment, "started": r.started, "when": r.when, "commit": r.source.commit}
-    return {**made, "dirty": r.source.dirty, "code": surroundings.code(r.source), "cell": r.cell.name}
-
-
-REPLAYED = 1e-2
-"""A library's own loop whose weights differ from those of its replay by more than this share of the way is another loop
-every time."""
-
-
-def _own_sampling(r: Record) -> str | None:
-    """Return how the library's own loop draws its batches (protocol as_shipped), and whether its seed fixes them."""
-    if r.timed is None or r.timed.own_sampling is None:
-        return None
-    varies = r.timed.replay_error is not None and r.timed.replay_error > REPLAYED
-    return r.timed.own_sampling + (", unseeded" if varies else "")
-
-
-def admitted(r: Record) -> tuple[str, str | None]:
-    """State and reason as shown. A time or a memory figure without a passed gate is not shown (rules P7, V9)."""
-    if r.state != "ok" or r.purpose == "gate":
-        return r.state, r.reason
-    if r.gate is None:
-        return UNGATED, UNGATED_REASON
-    if not r.gate.passed:
-        return "rejected", r.reason or "the admission gate failed; its record says which check"
-    return "ok", r.reason
-
-
-def _filled(frame: pd.DataFrame) -> pd.Series:
-    """Return whether it ran on synthetic data. A process that failed before it had data counts with its neighbours; as
-    genuine if none of them says."""
-    known = frame[frame.synthetic.notna()].groupby([*SECTION, "task"]).synthetic.min()
-    places = pd.MultiIndex.from_frame(frame[[*SECTION, "task"]])
-    guess = pd.Series(known.reindex(places).to_numpy(), index=frame.index)
-    return frame.synthetic.where(frame.synthetic.notna(), guess).map(lambda value: value is not None and value == 1)
-
-
-def _superseded(frame: pd.DataFrame) -> pd.Series:
-    where = [*CELL, "purpose"]
-    newest_code = frame.sort_values("when", kind="stable").groupby(where).code.transform("last").sort_index()
-    older = newest_code != frame.code
-    timed = (frame.state == "ok") & (frame.purpose == "time") & ~older
-    # Processes of one run differ in how much of an epoch fitted into their time; they stay together, or blocks would
-    # lose their pairs. A run that timed whole epochs replaces one that never did.
-    whole_in_run = (timed & ~frame.extrapolated).groupby([frame[c] for c in [*where, "run"]]).transform("any")
-    whole_anywhere = (timed & ~frame.extrapolated).groupby([frame[c] for c in where]).transform("any")
-    return older | (frame.extrapolated & whole_anywhere & ~whole_in_run)
-
-
-def _reject_whole_cells(frame: pd.DataFrame) -> None:
-    """One rejected process rejects the times and memory of its cell: the same code made them. Changes ``frame``."""
-    rejected = frame[frame.state == "rejected"].groupby([*CELL, "code"]).reason.first()
-    places = pd.MultiIndex.from_frame(frame[[*CELL, "code"]])
-    why = pd.Series(rejected.reindex(places).to_numpy(), index=frame.index)
-    tainted = why.notna() & (frame.state == "ok") & (frame.purpose != "gate")
-    frame.loc[tainted, "state"] = "rejected"
-    frame.loc[tainted, "reason"] = "another process of this cell was rejected: " + why[tainted].astype(str)
-    frame.loc[tainted, ["seconds", "compile_seconds"]] = float("nan")
-
-
-def cells(raw: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per cell: ``state`` ok with ``median``, ``low``, ``high``, ``coverage``, ``n`` of its processes,
-    or the state and ``reason`` of its latest failure. ``failures``: how many processes failed, by state (text).
-
-    A contestant that was stopped before timing on a task (its gate or memory process failed) gets its state at every
-    batch size at which others were timed.
-    """
-    rows: list[dict[str, Any]] = []
-    current = raw[~raw.superseded]
-    timed = current[current.purpose == "time"]
-    older = raw[raw.superseded & (raw.purpose == "time")].groupby(CELL).size()
-    for place, processes in grouped(timed, CELL).items():
-        rows.append(_cell(dict(zip(CELL, place, strict=True)), processes, int(older.get(place, 0))))
-    sizes = timed.groupby(PLACE).batch_size.unique()
-    seen = set(timed.groupby([*PLACE, "contestant"]).groups)
-    stopped = current[(current.purpose != "time") & (current.state != "ok")]
-    for place, processes in grouped(stopped, [*PLACE, "contestant"]).items():
-        if place in seen:
-            continue
-        *where, contestant = place
-        for size in sizes.get(tuple(where), list(dict.fromkeys(p["batch_size"] for p in processes))):
-            cell = dict(zip(PLACE, where, strict=True)) | {"batch_size": size, "contestant": contestant}
-            rows.append(_cell(cell, processes, 0))
-    return pd.DataFrame(rows, columns=None if rows else OF_CELLS)
-
-
-Process = Mapping[Any, Any]
-"""A row of the tidy frame."""
-
-
-def rows_of(frame: pd.DataFrame) -> Iterator[Any]:
-    """Yield the rows as named tuples with their ``Index``, as ``itertuples`` does, without a Series per column."""
-    columns = (frame[name].tolist() for name in frame.columns)
-    return map(_row(("Index", *frame.columns))._make, zip(frame.index.tolist(), *columns, strict=True))
-
-
-@lru_cache(maxsize=64)
-def _row(names: tuple[str, ...]) -> Any:
-    return namedtuple("_row", names, rename=True)
-
-
-def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Process]]:
-    """Return rows by key as plain dictionaries: thousands of small frames would take a minute."""
-    groups: dict[tuple[Any, ...], list[Process]] = {}
-    names = [str(name) for name in frame]
-    for values in zip(*(frame[name].tolist() for name in names), strict=True):
-        row = dict(zip(names, values, strict=True))
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return groups
-
-
-def _cell(place: dict[str, Any], processes: Sequence[Process], older: int) -> dict[str, Any]:
-    ok = [p for p in processes if p["state"] == "ok" and p["seconds"] == p["seconds"]]
-    failed = sorted((p for p in processes if p["state"] != "ok"), key=lambda p: p["when"])
-    row: dict[str, Any] = {
-        **place,
-        "private": bool(processes[0]["private"]),
-        "state": "ok" if ok else str(failed[-1]["state"]),
-        "reason": "" if not failed else failed[-1]["reason"] or "no reason recorded",
-        "failures": ", ".join(f"{count} {state}" for state, count in Counter(p["state"] for p in failed).items()),
-        "failed": len(failed),
-        "superseded": older,
-        "extrapolated": any(p["extrapolated"] for p in ok),
-        "disturbed": sum(p["disturbed"] for p in ok),
-        # Where waiting for a processor is not among the seconds, other load disturbs nobody.
-        "swamped": bool(ok) and all(p["disturbed"] and p["foreign"] > SWAMPED for p in ok),
-        # A later round is not compared with a replay, so that any one that was not the same says so for all.
-        "judged_as": max((p["judged_as"] for p in ok if isinstance(p["judged_as"], str)), default=None),
-        "own_sampling": max(
-            (p["own_sampling"] for p in ok if isinstance(p["own_sampling"], str)), key=len, default=None
-        ),
-        "cell": processes[0]["cell"],
-    }
-    return row | _median([p["seconds"] for p in ok])
-
-
-def _median(values: Sequence[float]) -> dict[str, Any]:
-    if len(values) == 0:
-        nan = float("nan")
-        return {"median": nan, "low": nan, "high": nan, "n": 0, "coverage": nan}
-    m = stats.median_interval(values)
-    return {"median": m.median, "low": m.low, "high": m.high, "n": m.n, "coverage": m.coverage}
-
-
-def _medians(frame: pd.DataFrame, column: str, keys: Sequence[str] = CELL) -> pd.DataFrame:
-    frame = frame[frame[column].notna()]
-    groups = frame.groupby(list(keys), sort=False)[column]
-    return pd.DataFrame([dict(zip(keys, place, strict=True)) | _median(g.tolist()) for place, g in groups])
 
 
 def baseline(raw: pd.DataFrame, rows: Mapping[str, str]) -> str | None:
@@ -383,106 +144,9 @@ def baseline(raw: pd.DataFrame, rows: Mapping[str, str]) -> str | None:
     return next(iter([*declared, *fallback]), None)
 
 
-def paired(
-    current: pd.DataFrame, place: Mapping[str, Any], a: str, b: str
-) -> tuple[stats.Comparison | None, int, bool]:
-    """a against b in one block of the table at one batch size.
-
-    Returns (comparison, or None where no round holds both; number of pairs left out because one was disturbed; whether
-    disturbed pairs had to be used because fewer than two others were left, which allows no verdict).
-    """
-    here = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
-    for column, value in place.items():
-        here = here[here[column] == value]
-    return paired_sides(by_block(here[here.contestant.isin([a, b])]), a, b)
-
-
-Sides = Mapping[str, Mapping[Any, tuple[float, bool]]]
-"""Contestant -> block (see PAIRING) -> (seconds, disturbed)."""
-
-
-def by_block(here: pd.DataFrame) -> Sides:
-    """Return seconds by contestant and block, of which two make a pair. A cell that was measured twice in one block (a
-    retry) counts with its later value."""
-    sides: dict[str, dict[Any, tuple[float, bool]]] = {}
-    columns = ["contestant", *PAIRING, "seconds", "disturbed"]
-    for contestant, *block, seconds, disturbed in zip(*(here[c] for c in columns), strict=True):
-        sides.setdefault(contestant, {})[tuple(block)] = (seconds, disturbed)
-    return sides
-
-
-def paired_sides(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
-    """Return what :func:`paired` does, for cells that are already grouped."""
-    log_ratios, left_out, use_all = log_ratios_of(sides, a, b)
-    if not log_ratios.size:
-        return None, 0, False
-    result = stats.compare(log_ratios)
-    if use_all:
-        result = stats.Comparison(result.ratio, result.low, result.high, result.n, None, False, None, result.margin)
-    return result, left_out, use_all
-
-
-def log_ratios_of(sides: Sides, a: str, b: str) -> tuple[np.ndarray, int, bool]:
-    """Return (log(seconds of b / seconds of a) of the pairs that count, and the rest as :func:`paired`)."""
-    left, right = sides.get(a, {}), sides.get(b, {})
-    both = [block for block in left if block in right]
-    clean = [block for block in both if not (left[block][1] or right[block][1])]
-    use_all = len(clean) < min(2, len(both))
-    used = both if use_all else clean
-    found = stats.paired_log_ratios({k: left[k][0] for k in used}, {k: right[k][0] for k in used})
-    return found, len(both) - len(used), use_all
-
-
 def plain_contestants(raw: pd.DataFrame) -> list[str]:
     """PyTorch without DP, in every way that was measured: eager, compiled."""
     return sorted(raw.contestant[~raw.private & (raw.framework == naming.BASELINE_FRAMEWORK)].unique())
-
-
-def medians_of(sides: Sides) -> dict[str, float]:
-    """Return contestant -> median of its seconds."""
-    return {name: statistics.median(seconds for seconds, _ in side.values()) for name, side in sides.items()}
-
-
-def foremost(sides: Sides) -> str:
-    """Return the contestant that takes no more time than any other in the rounds that both share; where rounds go in a
-    circle, the one of the smallest median."""
-    medians = medians_of(sides)
-    by_median = sorted(medians, key=medians.__getitem__)
-    unbeaten = (
-        name
-        for name in by_median
-        if not any(
-            ratios.size and ratios.mean() < 0
-            for ratios in (log_ratios_of(sides, name, other)[0] for other in by_median if other != name)
-        )
-    )
-    return next(unbeaten, by_median[0])
-
-
-def against_fastest(sides: Sides, candidates: Iterable[str], contestant: str) -> dict[str, Any] | None:
-    """Return a contestant's seconds over those of the :func:`foremost` candidate; None where none shares a round.
-
-    ``low`` and ``high`` are for the truly fastest one, see :func:`harness.analysis.stats.against_fastest`.
-    """
-    met = [c for c in candidates if not sides[c].keys().isdisjoint(sides[contestant])]
-    if not met:
-        return None
-    other = foremost({c: sides[c] for c in met})
-    result, left_out, disturbed = paired_sides(sides, other, contestant)
-    assert result is not None
-    low, high = stats.against_fastest([log_ratios_of(sides, c, contestant)[0] for c in met])
-    bounded = result.n >= stats.INTERVAL_ROUNDS
-    return {
-        "other": other,
-        "ratio": result.ratio,
-        # Chosen by its median, the one shown may stand outside of what the means say.
-        "low": min(result.ratio, math.exp(low)) if bounded else math.nan,
-        "high": max(result.ratio, math.exp(high)) if bounded else math.nan,
-        "candidates": len(met),
-        "n": result.n,
-        "left_out": left_out,
-        "disturbed": int(disturbed),
-    }
 
 
 def ratios(current: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
@@ -591,7 +255,7 @@ def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
         for i, place in zip(here.index, here[CELL].to_dict("records"), strict=True)
         for metric, value in records[i].memory.items()
     ]
-    return _medians(pd.DataFrame(rows), "bytes", [*CELL, "metric"]) if rows else pd.DataFrame()
+    return medians_by(pd.DataFrame(rows), "bytes", [*CELL, "metric"]) if rows else pd.DataFrame()
 
 
 def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
@@ -639,7 +303,7 @@ def accuracy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
         for i, place in zip(here.index, here[CELL].to_dict("records"), strict=True)
         if (a := records[i].accuracy) is not None
     ]
-    return _medians(pd.DataFrame(rows), "test", [*CELL, "after_steps"]) if rows else pd.DataFrame()
+    return medians_by(pd.DataFrame(rows), "test", [*CELL, "after_steps"]) if rows else pd.DataFrame()
 
 
 def coverage(all_cells: pd.DataFrame, order: Sequence[str]) -> pd.DataFrame:

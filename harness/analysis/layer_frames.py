@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis import naming, stats
-from harness.analysis.frames import PAIRING, SECTION, UNGATED, UNGATED_REASON, Process, grouped, origin_of, section_of
+from harness.analysis.pairs import PAIRING
+from harness.analysis.tidy import SECTION, UNGATED, UNGATED_REASON, Process, grouped, origin_of, section_of
 from harness.layers import LAYERS
 from harness.paths import ROOT
 from harness.store.record import Record

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from harness.analysis import frames
-from harness.analysis.frames import PLACE, Tables, rows_of
+from harness.analysis import pairs
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
 from harness.analysis.stats import INTERVAL_ROUNDS, Comparison
+from harness.analysis.tidy import PLACE, rows_of
 
 Place = tuple[Any, ...]
 """Values of PLACE, and a batch size."""
@@ -107,22 +108,22 @@ def standings(tables: Tables) -> Mapping[Place, Standing]:
     found = {}
     for place, group in _timed_with_dp(tables):
         framework = dict(zip(group.contestant, group.framework, strict=True))
-        sides = frames.by_block(group)
-        first = frames.foremost(sides)
+        sides = pairs.by_block(group)
+        first = pairs.foremost(sides)
         others = {name: side for name, side in sides.items() if framework[name] != framework[first]}
         found[place] = _standing(first, {first: sides[first], **others}, prices.get((*place, first)))
     return found
 
 
-def _standing(first: str, sides: frames.Sides, price: Paired | None) -> Standing:
-    medians = frames.medians_of(sides)
+def _standing(first: str, sides: pairs.Sides, price: Paired | None) -> Standing:
+    medians = pairs.medians_of(sides)
     paired = [_over(sides, first, name) for name in sides if name != first]
     paired.sort(key=lambda p: p.times.ratio if p.times else medians[p.contestant] / medians[first])
     return Standing(first, tuple(paired), price)
 
 
-def _over(sides: frames.Sides, first: str, other: str) -> Paired:
-    times, _, disturbed = frames.paired_sides(sides, first, other)
+def _over(sides: pairs.Sides, first: str, other: str) -> Paired:
+    times, _, disturbed = pairs.paired_sides(sides, first, other)
     return Paired(other, times, disturbed)
 
 

@@ -255,14 +255,14 @@ def _memory(records: Iterable[Record]) -> dict[str, int]:
 def _of_tasks(records: Sequence[Record]) -> list[CellResult]:
     """Return the cells of tasks as the report's main table has them: a contestant stopped before its clock has its
     state at every batch size."""
-    from harness.analysis import frames
+    from harness.analysis import tidy
 
     kept = [r for r in records if r.cell.kind == "e2e"]
     if not kept:
         return []
-    raw = frames.tidy(kept)
+    raw = tidy.tidy(kept)
     found = []
-    for row in frames.cells(raw).to_dict("records"):
+    for row in tidy.cells(raw).to_dict("records"):
         mine = raw[~raw.superseded & (raw.contestant == row["contestant"]) & (raw.task == row["task"])]
         for column in ("device", "protocol", "isolation", "synthetic"):
             mine = mine[mine[column] == row[column]]

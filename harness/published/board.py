@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import geometric_mean
 
-from harness.analysis.frames import SECTION, Tables
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
 from harness.analysis.standing import Paired, Standing, standings
+from harness.analysis.tidy import SECTION
 from harness.plan import registry
 from harness.report import model
 from harness.report import standings as words

@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from harness.analysis import naming
-from harness.analysis.frames import rows_of
 from harness.analysis.naming import factor
+from harness.analysis.tidy import rows_of
 from harness.errors import BadInput
 from harness.paths import ROOT
 from harness.published import tables

@@ -12,8 +12,9 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis import frames, naming
-from harness.analysis.frames import Tables, rows_of
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
+from harness.analysis.tidy import rows_of
 from harness.errors import BadInput
 from harness.published import board as who_wins
 from harness.published.index import FOLDER, Entry

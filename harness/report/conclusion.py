@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.analysis.frames import PLACE, SECTION, rows_of
 from harness.analysis.naming import factor, number
 from harness.analysis.standing import standings
+from harness.analysis.tidy import PLACE, SECTION, rows_of
 from harness.report import model
 from harness.report.model import Report
 

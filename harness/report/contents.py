@@ -11,7 +11,7 @@ from harness.analysis import frames as table
 from harness.analysis.frames import Tables
 from harness.errors import BadInput
 from harness.report import model
-from harness.report.chapters import costs, elsewhere, fastest_peer, frontier, layers, paper, throughput
+from harness.report.chapters import costs, elsewhere, fastest_peer, frontier, layers, paper, paper_claims, throughput
 from harness.report.chapters import tables as task_tables
 from harness.report.figures import memory as memory_figure
 from harness.report.figures import tasks as task_figures
@@ -55,7 +55,7 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
     numbers = {
         "paper-then-and-now": paper.then_and_now(tables),
         "paper-rank-correlation": paper.rank_correlation(tables),
-        "paper-claims": paper.claims(tables),
+        "paper-claims": paper_claims.claims(tables),
         "cumulative-seconds": costs.cumulative_numbers(tables),
         "start-up": costs.start_up(tables),
         "seconds-to-accuracy": costs.goals(tables),

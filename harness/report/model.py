@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis import stats
-from harness.analysis.frames import SECTION, Tables
+from harness.analysis.frames import Tables
 from harness.analysis.naming import machine_slug, number, slug, where
+from harness.analysis.tidy import SECTION
 from harness.store.record import Record
 from harness.tasks import TASKS
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import CELL, PLACE, SECTION, Tables
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
 from harness.analysis.standing import Paired, Place, Standing, standings
+from harness.analysis.tidy import CELL, PLACE, SECTION
 from harness.report import model
 from harness.tasks import TASKS
 

@@ -54,20 +54,20 @@ class Pace:
         sessions. ``most``: sessions that there may be."""
         import numpy as np
 
-        from harness.analysis import frames, sequential, stats
+        from harness.analysis import pairs, sequential, stats, tidy
         from harness.store.read import load
 
-        raw = frames.tidy([r for r in load(folder) if r.cell.kind == "e2e"])
+        raw = tidy.tidy([r for r in load(folder) if r.cell.kind == "e2e"])
         timed = raw[~raw.superseded & (raw.purpose == "time") & (raw.state == "ok") & raw.seconds.notna()]
         found: dict[Block, tuple[int, str | None]] = {}
         for (task, size), group in timed.groupby(["task", "batch_size"]):
             framework = dict(zip(group.contestant, group.framework, strict=True))
-            sides = frames.by_block(group)
+            sides = pairs.by_block(group)
             own = {name: sides[name] for name in group.contestant[group.private].unique()} or sides
-            first = frames.foremost(own)
+            first = pairs.foremost(own)
             rivals = [name for name in own if framework[name] != framework[first]]
             others = rivals or [name for name in sides if name != first]
-            several = [frames.log_ratios_of(sides, first, name)[0] for name in others]
+            several = [pairs.log_ratios_of(sides, first, name)[0] for name in others]
             if rivals:
                 told: str | None = sequential.lead(several, ALPHA, EQUAL, most)
             else:

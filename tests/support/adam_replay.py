@@ -20,6 +20,7 @@ from harness.contract import Adapter
 from harness.worker.batches import setting_of
 from harness.worker.clock import Batch
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import pool as gate_pool
 from harness.worker.measurement import Measurement
 from harness.worker.reading import reading_rate
 from harness.worker.replay import replay
@@ -42,7 +43,7 @@ def request(task: tasks.Task) -> Request:
         static_shapes=False,
         task=task.name,
         batch_size=BATCH,
-        dataset_size=gate_cases.POOL_SIZE,
+        dataset_size=gate_pool.POOL_SIZE,
         sampling="poisson",
         warm_up=True,
         noise_multiplier=SIGMA,
@@ -64,7 +65,7 @@ def measurement(adapter: Adapter, task: tasks.Task) -> Measurement:
     found.setting = setting_of(found.request)
     found.initial = gate_cases.starting_weights(task)
     adapter.build(task, found.setting, found.initial)
-    adapter.place(*gate_cases.pool(task))
+    adapter.place(*gate_pool.pool(task))
     return found
 
 
@@ -75,7 +76,7 @@ def compared(name: str) -> dict[str, object]:
     m = measurement(create(variant), task)
     rng = np.random.default_rng(7)
     batches: list[Batch] = [
-        (rng.choice(gate_cases.POOL_SIZE, size=BATCH, replace=False).astype(np.int64), None) for _ in range(STEPS)
+        (rng.choice(gate_pool.POOL_SIZE, size=BATCH, replace=False).astype(np.int64), None) for _ in range(STEPS)
     ]
     weights = []
     for t, (rows, mask) in enumerate(batches):
@@ -84,7 +85,7 @@ def compared(name: str) -> dict[str, object]:
             weights.append(dict(m.adapter.parameters()))
     found = replay(m, batches, HALT, *weights)
     rate = reading_rate(TASK.optimizer, TASK.learning_rate) / BATCH
-    x, y = gate_cases.pool(TASK)
+    x, y = gate_pool.pool(TASK)
     said = step_reference.compare(task, found, x, y, BOUND, rate, SIGMA * BOUND)
     apart = max(
         float(np.abs(found[f"timed{where}/{n}"] - found[f"replayed{where}/{n}"]).max())

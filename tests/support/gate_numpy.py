@@ -11,6 +11,7 @@ from harness.contract import Adapter, Setting
 from harness.data import load
 from harness.tasks import TASKS, Linear, Task
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import pool as gate_pool
 from harness.worker.gate.cases import Case
 from harness.worker.gate.noise import normal_limit, residual_scores
 from harness.worker.request import Request
@@ -57,7 +58,7 @@ def total(task: Task, weights: Values, x: np.ndarray, y: np.ndarray, max_grad_no
 
 def reference(task: Task, instability: np.ndarray | None = None) -> Values:
     """The same content as ``frameworks._tools.reference``, but for the instabilities: zero, or as they are given."""
-    x, y = gate_cases.pool(task)
+    x, y = gate_pool.pool(task)
     starts = {
         key: {name: value.astype(np.float64) for name, value in gate_cases.starting_weights(task, key).items()}
         for key in (False, True)

@@ -16,6 +16,7 @@ import torch
 from frameworks._tools import step_reference
 from harness.tasks import TASKS
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import pool as gate_pool
 
 TASK = TASKS["ffnn"]
 ROWS = np.arange(100, dtype=np.int64)
@@ -49,7 +50,7 @@ def said(before: Arrays, found: np.ndarray, x: np.ndarray, y: np.ndarray) -> dic
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
-    x, y = gate_cases.pool(TASK)
+    x, y = gate_pool.pool(TASK)
     weights = gate_cases.starting_weights(TASK)
     rows = x[ROWS], y[ROWS]
 

@@ -18,6 +18,7 @@ from frameworks._shared.torch import models
 from frameworks._tools import reference
 from harness.tasks import TASKS, Task
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import pool as gate_pool
 
 
 def flat(task: Task, displacement: dict[str, np.ndarray]) -> np.ndarray:
@@ -27,7 +28,7 @@ def flat(task: Task, displacement: dict[str, np.ndarray]) -> np.ndarray:
 def said(task: Task) -> dict[str, list[float]]:
     """Return (error, what is allowed of it) by case; of a task without kinks nothing is allowed."""
     found = reference.gate_reference(task)
-    x, y = models.place(*gate_cases.pool(task), "cpu")
+    x, y = models.place(*gate_pool.pool(task), "cpu")
     start = models.build_model(task, gate_cases.starting_weights(task, False), torch.float64)
     cases = gate_cases.late_cases(task, found)
     ends = []

@@ -15,6 +15,7 @@ from frameworks._shared.torch import models as torch_models
 from frameworks._tools import bfloat16
 from harness.tasks import GATE_TASKS, Task, in_bfloat16
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import pool as gate_pool
 
 ROWS = 16
 
@@ -28,7 +29,7 @@ def gradient(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Tenso
 
 def distances(task: Task) -> dict[str, float]:
     """Return the relative distances from the float64 gradient of some rows."""
-    x, y = (value[:ROWS] for value in torch_models.place(*gate_cases.pool(task), "cpu"))
+    x, y = (value[:ROWS] for value in torch_models.place(*gate_pool.pool(task), "cpu"))
     weights = gate_cases.starting_weights(task)
     full, single = (torch_models.build_model(task, weights, kind) for kind in (torch.float64, torch.float32))
     wide = x.double() if x.is_floating_point() else x

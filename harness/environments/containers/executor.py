@@ -8,11 +8,8 @@ stream, and so does everything else.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,18 +23,17 @@ from harness.environments.containers import engine
 from harness.environments.containers.engine import Engine, EngineGone
 from harness.environments.containers.images import Image
 from harness.environments.containers.mounts import Mounts
+from harness.environments.containers.stream import Stream
 from harness.environments.executor import (
     ENDLESS,
     FROM_OUTSIDE,
     GRACE_SECONDS,
-    LOG_TAIL,
     LONGEST_LINE,
     OUTPUTS,
     POLL_SECONDS,
     WORKER,
     AnyRequest,
     Event,
-    Inbox,
     Limits,
     Patience,
     ToolFault,
@@ -215,7 +211,7 @@ class Docker:
             with engine.errors():
                 try:
                     container = self._create(mounts, limits, threads, is_cuda)
-                    stream = _Stream(self.engine, container)
+                    stream = Stream(self.engine, container)
                     container.start()
                 except docker.errors.APIError as error:
                     if is_cuda:  # there was one when the run began
@@ -339,53 +335,6 @@ def _write(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-class _Stream:
-    """The container's three streams over one connection, attached before it starts so that nothing is lost. A thread
-    reads, so that the watchdog never blocks on a silent worker."""
-
-    def __init__(self, on: Engine, container: Any) -> None:
-        parameters = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-        self._socket = on.client.api.attach_socket(container.id, params=parameters)
-        self.inbox = Inbox()
-        self.tail = b""
-        self.is_lost = False
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def send(self, order: Mapping[str, Any]) -> None:
-        payload = json.dumps(order).encode() + b"\n"
-        raw = getattr(self._socket, "_sock", self._socket)
-        raw.sendall(payload)
-
-    def _read(self) -> None:
-        from docker.utils.socket import STDOUT, frames_iter
-
-        rest = bytearray()
-        try:
-            for stream, data in frames_iter(self._socket, tty=False):
-                if stream != STDOUT:
-                    self.tail = (self.tail + data)[-LOG_TAIL:]
-                    continue
-                first, *others = data.split(b"\n")
-                rest += first
-                for part in others:
-                    self.inbox.put(bytes(rest))
-                    rest = bytearray(part)
-                self.inbox.is_endless = len(rest) > LONGEST_LINE
-                if self.inbox.is_endless or self.inbox.is_closed:
-                    break
-        except (OSError, ValueError):
-            self.is_lost = not self.inbox.is_closed
-        self.inbox.put(None)
-
-    def close(self) -> None:
-        """End the container's standard input, too."""
-        self.inbox.close()
-        with suppress(OSError, AttributeError):
-            getattr(self._socket, "_sock", self._socket).shutdown(socket.SHUT_RDWR)
-        with suppress(OSError):
-            self._socket.close()
-
-
 class Outcome:
     """Output of a container and how it ended. ``is_over``: its streams ended by themselves; ``is_lost``: the connection
     to them broke."""
@@ -432,7 +381,7 @@ class Outcome:
 
 
 def _follow(
-    stream: _Stream, start: float, limits: Limits, on_event: Callable[[Event], None], referee: Referee | None = None
+    stream: Stream, start: float, limits: Limits, on_event: Callable[[Event], None], referee: Referee | None = None
 ) -> Outcome:
     """Passes events on until the streams end or the time is over. Collected files never outgrow the results folder."""
     outcome = Outcome()

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.analysis.frames import Tables, paired
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
+from harness.analysis.pairs import paired
 from harness.analysis.stats import VERDICT_ROUNDS, Comparison
 from harness.errors import BadInput
 from harness.report import model

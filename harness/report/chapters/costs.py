@@ -1,7 +1,7 @@
 """Costs that no table of the paper had: start-up and when it pays, seconds to an accuracy, the physical floor; and what
 every table rests on: hardware, and what failed.
 
-Every frame has the columns of :data:`harness.analysis.frames.CELL`, so that a section can be cut out of it.
+Every frame has the columns of :data:`harness.analysis.tidy.CELL`, so that a section can be cut out of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.analysis.frames import CELL, PLACE, Tables, rows_of
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor, number
+from harness.analysis.tidy import CELL, PLACE, rows_of
 from harness.report import model
 from harness.report.figures.tasks import PAPER_EPOCHS, CumulativeRun, cumulative_runs
 from harness.report.model import MISSING, Grid, Section

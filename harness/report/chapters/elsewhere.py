@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.analysis.frames import Tables, rows_of
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
+from harness.analysis.tidy import rows_of
 from harness.paths import ROOT
 from harness.report.model import Chapter, Grid, doubts
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import SHOWN_PACKAGES, Tables, rows_of
+from harness.analysis.frames import SHOWN_PACKAGES, Tables
 from harness.analysis.naming import machine_label, number
+from harness.analysis.tidy import rows_of
 from harness.errors import BadInput
 from harness.report import model
 from harness.store import surroundings

@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis import frames
-from harness.analysis.frames import PLACE, Tables, rows_of
+from harness.analysis import frames, pairs
+from harness.analysis.frames import Tables
 from harness.analysis.naming import BASELINE_FRAMEWORK, factor
+from harness.analysis.tidy import PLACE, rows_of
 from harness.report.model import MISSING, Grid, Section, blocks, doubt_notes, doubts, task_title, usual
 from harness.tasks import TASKS
 
@@ -44,7 +45,7 @@ def frame(tables: Tables) -> pd.DataFrame:
 def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Return the rows of one batch size in one block of the table."""
     # Plain dictionaries: small frames would make a report of ten thousand records wait for a minute.
-    sides = frames.by_block(group)
+    sides = pairs.by_block(group)
     framework = dict(zip(group.contestant, group.framework, strict=True))
     private = dict(zip(group.contestant, group.private, strict=True))
     extrapolated = set(group.contestant[group.extrapolated])
@@ -52,7 +53,7 @@ def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
         others = [c for c in sides if private[c] and framework[c] != framework[contestant]]
         plain = [c for c in sides if not private[c] and framework[c] == BASELINE_FRAMEWORK]
         for against, candidates in ((PEER, others), (WITHOUT_DP, plain)):
-            found = frames.against_fastest(sides, candidates, contestant)
+            found = pairs.against_fastest(sides, candidates, contestant)
             if found is not None:
                 scaled = not extrapolated.isdisjoint((found["other"], contestant))
                 yield {"contestant": contestant, "against": against, **found, "extrapolated": scaled}

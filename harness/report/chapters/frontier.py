@@ -8,10 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis import frames as table
-from harness.analysis import naming, stats
-from harness.analysis.frames import SECTION, rows_of
+from harness.analysis import naming, stats, tidy
 from harness.analysis.naming import number
+from harness.analysis.tidy import SECTION, rows_of
 from harness.report import model
 from harness.report.figures import frontier as figure
 from harness.report.model import MEBIBYTE, MISSING, Chapter, Grid, Picture
@@ -53,7 +52,7 @@ def probes(records: Sequence[Record]) -> pd.DataFrame:
     for r in records:
         if r.purpose != "probe" or r.probe is None:
             continue
-        state, reason = table.admitted(r)
+        state, reason = tidy.admitted(r)
         seconds = r.probe.step_seconds if state == "ok" else []
         growth = r.memory.get("cuda_peak_allocated", r.memory.get(memory.GROWTH_WITH_COMPILE))
         rows.append(

@@ -18,22 +18,18 @@ import pandas as pd
 
 from harness.analysis import layer_frames
 from harness.analysis import memory_law as law
-from harness.analysis.frames import SECTION
 from harness.analysis.layer_frames import BASELINE, LayerTables
 from harness.analysis.naming import number
+from harness.analysis.tidy import SECTION
 from harness.report.chapters import memory
 from harness.report.chapters.paper import (
     ABOVE_ONE,
     BELOW_ONE,
     TOLERANCE,
-    UNTESTABLE,
     Measured,
     exactly,
-    here_over_paper,
-    outcome,
-    span,
-    widened,
 )
+from harness.report.chapters.paper_claims import UNTESTABLE, here_over_paper, outcome, span, widened
 
 What = Literal["runtime", "memory", "L/C/b", "share", "error"]
 """``L/C/b``: L/C over the batch size. ``share``: of the peak, that the paper's laws explain. ``error``: of the

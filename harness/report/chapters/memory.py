@@ -10,9 +10,9 @@ import pandas as pd
 
 from harness.analysis import layer_frames
 from harness.analysis import memory_law as law
-from harness.analysis.frames import SECTION, rows_of
 from harness.analysis.layer_frames import CELL, MEGABYTE
 from harness.analysis.memory_law import Parts
+from harness.analysis.tidy import SECTION, rows_of
 from harness.layers import PAPER, SWEEP, SWEEP_ROWS
 
 GROUPS = {

@@ -10,9 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import PLACE, Tables, rows_of
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor, number
 from harness.analysis.standing import Standing, standings
+from harness.analysis.tidy import PLACE, rows_of
 from harness.report.model import Section, blocks, doubts, task_title
 
 BATCH_SIZE = 512

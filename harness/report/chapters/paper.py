@@ -17,8 +17,10 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis import stats
-from harness.analysis.frames import PLACE, SECTION, Tables, paired, rows_of
-from harness.analysis.naming import BASELINE_ROW, PAPER_ORDER, factor
+from harness.analysis.frames import Tables
+from harness.analysis.naming import BASELINE_ROW, PAPER_ORDER
+from harness.analysis.pairs import paired
+from harness.analysis.tidy import PLACE, rows_of
 
 MINIMUM_RANKED = 3
 """Fewer rows have no order worth a correlation."""
@@ -217,7 +219,7 @@ def _shared(source: Source, rows: Sequence[str], tasks: Sequence[str], sizes: Se
     return sorted(place for place in found if place[0] in tasks and (sizes is None or place[1] in sizes))
 
 
-def _ratio(row: str, base: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
+def ratio(row: str, base: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
     """Yield seconds of ``row`` over seconds of ``base``."""
 
     def measure(source: Source) -> Iterable[Measured]:
@@ -229,12 +231,12 @@ def _ratio(row: str, base: str, tasks: Sequence[str], sizes: Sequence[int] | Non
     return measure
 
 
-def _lead(row: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
+def lead(row: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
     """Return seconds of the fastest other DP row over those of ``row``: above 1 it is the fastest."""
     return _least(row, tasks, sizes, lambda source, other, place: source.ratio(other, row, place))
 
 
-def _slowest(row: str, tasks: Sequence[str]) -> Measure:
+def slowest(row: str, tasks: Sequence[str]) -> Measure:
     """Return seconds of ``row`` over those of the slowest other DP row: above 1 it is the slowest."""
     return _least(row, tasks, None, lambda source, other, place: source.ratio(row, other, place))
 
@@ -254,7 +256,7 @@ def _least(
     return measure
 
 
-def _order(tasks: Sequence[str], table: PaperTable) -> Measure:
+def order_of(tasks: Sequence[str], table: PaperTable) -> Measure:
     """Yield share of the pairs of DP rows whose order is that of the paper's table, a value per task and batch size."""
 
     def measure(source: Source) -> Iterable[Measured]:
@@ -273,7 +275,7 @@ def _order(tasks: Sequence[str], table: PaperTable) -> Measure:
     return measure
 
 
-def _reduction(row: str, tasks: Sequence[str]) -> Measure:
+def reduction(row: str, tasks: Sequence[str]) -> Measure:
     """Yield seconds at batch size 16 over those at 2048, a value per task."""
 
     def measure(source: Source) -> Iterable[Measured]:
@@ -285,16 +287,18 @@ def _reduction(row: str, tasks: Sequence[str]) -> Measure:
     return measure
 
 
-def _mean_reduction(row: str, tasks: Sequence[str] = ALL) -> Measure:
+def mean_reduction(row: str, tasks: Sequence[str] = ALL) -> Measure:
+    """Yield the mean of :func:`reduction` over the tasks, where each has it."""
+
     def measure(source: Source) -> Iterable[Measured]:
-        values = [m.value for m in _reduction(row, tasks)(source)]
+        values = [m.value for m in reduction(row, tasks)(source)]
         if len(values) == len(tasks):
             yield exactly(("mean", 0), float(np.mean(values)))
 
     return measure
 
 
-def _first_epoch(row: str) -> Measure:
+def first_epoch(row: str) -> Measure:
     """Yield largest first epoch over an ordinary one, of all tasks and batch sizes."""
 
     def measure(source: Source) -> Iterable[Measured]:
@@ -307,13 +311,13 @@ def _first_epoch(row: str) -> Measure:
     return measure
 
 
-def _strongest(rows: Sequence[str]) -> Measure:
+def strongest(rows: Sequence[str]) -> Measure:
     """Least reduction from 16 to 2048 of these rows over the greatest of the others, a value per task; above 1 the
     effect is strongest for them."""
 
     def measure(source: Source) -> Iterable[Measured]:
         for task in ALL:
-            found = {row: m.value for row in PAPER_ORDER for m in _reduction(row, (task,))(source)}
+            found = {row: m.value for row in PAPER_ORDER for m in reduction(row, (task,))(source)}
             others = [value for row, value in found.items() if row not in rows]
             if others and set(rows) <= set(found):
                 yield exactly((task, 0), min(found[row] for row in rows) / max(others))
@@ -321,7 +325,7 @@ def _strongest(rows: Sequence[str]) -> Measure:
     return measure
 
 
-def _gap_beyond(row: str, base: str, tasks: Sequence[str]) -> Measure:
+def gap_beyond(row: str, base: str, tasks: Sequence[str]) -> Measure:
     """Yield the gap ``row`` / ``base`` at each batch size beyond 2048 over the gap at 2048: under 1 it closes."""
 
     def measure(source: Source) -> Iterable[Measured]:
@@ -334,238 +338,4 @@ def _gap_beyond(row: str, base: str, tasks: Sequence[str]) -> Measure:
     return measure
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A finding of the paper. ``quoted``: its text's figure, only shown. ``bounds``: what agrees with it where it is a
-    statement (faster, slowest, closes) or not in the paper's table; else the range of its table, widened."""
-
-    section: str
-    about: str
-    quoted: str
-    measure: Measure
-    bounds: tuple[float, float] | None = None
-
-
 ABOVE_ONE, BELOW_ONE = (1.0, math.inf), (0.0, 1.0)
-
-
-def _stated(figure: float) -> tuple[float, float]:
-    """Return the range of a figure of the text that its table does not hold."""
-    return figure / TOLERANCE, figure * TOLERANCE
-
-
-def all_claims(table: PaperTable) -> tuple[Claim, ...]:
-    """Return every claim of the paper on its end-to-end results."""
-    small = (16, 32, 64, 128, 256)
-    return (
-        Claim(
-            "3.1.3",
-            "Opacus / PyTorch without DP: MNIST, CIFAR-10, embedding",
-            "2× to 2.9×",
-            _ratio(OPACUS, BASELINE_ROW, SMALL),
-        ),
-        Claim("3.1.3", "Opacus / PyTorch without DP: LSTM", "25× to 30×", _ratio(OPACUS, BASELINE_ROW, ("imdb-lstm",))),
-        Claim(
-            "3.1.3",
-            "JAX (DP) is the fastest on MNIST and embedding: next / JAX (DP)",
-            "consistently the lowest",
-            _lead(JAX, ("mnist-cnn", "imdb-embedding")),
-            ABOVE_ONE,
-        ),
-        Claim(
-            "3.1.3",
-            "JAX (DP) beats PyTorch without DP at 16 to 256 on MNIST and embedding: PyTorch / JAX (DP)",
-            "at smaller batch sizes",
-            _ratio(BASELINE_ROW, JAX, ("mnist-cnn", "imdb-embedding"), small),
-            ABOVE_ONE,
-        ),
-        Claim(
-            "3.1.3",
-            "JAX (DP) is the fastest on CIFAR-10 at 16 to 128: next / JAX (DP)",
-            "at smaller batch sizes",
-            _lead(JAX, ("cifar10-cnn",), small[:-1]),
-            ABOVE_ONE,
-        ),
-        Claim(
-            "3.1.3",
-            "Opacus surpasses JAX (DP) on CIFAR-10 at 256 to 2048: JAX (DP) / Opacus",
-            "at larger batch sizes",
-            _ratio(JAX, OPACUS, ("cifar10-cnn",), (256, 512, 1024, 2048)),
-            ABOVE_ONE,
-        ),
-        Claim(
-            "3.1.3",
-            "Opacus is the fastest on CIFAR-10 at 2048: next / Opacus",
-            "the lowest",
-            _lead(OPACUS, ("cifar10-cnn",), (LARGEST,)),
-            ABOVE_ONE,
-        ),
-        Claim(
-            "3.1.3",
-            "Custom TFP (XLA) is the fastest on LSTM: next / Custom TFP (XLA)",
-            "consistently the lowest",
-            _lead(TFP, ("imdb-lstm",)),
-            ABOVE_ONE,
-        ),
-        Claim(
-            "Table 1",
-            "LSTM: share of pairs of DP rows in the order of the table",
-            "",
-            _order(("imdb-lstm",), table),
-            (1.0, 1.0),
-        ),
-        Claim(
-            "3.1.3",
-            "PyVacy is the slowest: PyVacy / next",
-            "consistently the highest",
-            _slowest(PYVACY, ALL),
-            ABOVE_ONE,
-        ),
-        Claim("3.1.3", "Opacus / JAX (DP) at 2048: MNIST", "1.4×", _ratio(OPACUS, JAX, ("mnist-cnn",), (LARGEST,))),
-        Claim(
-            "3.1.3", "Opacus / JAX (DP) at 2048: embedding", "3×", _ratio(OPACUS, JAX, ("imdb-embedding",), (LARGEST,))
-        ),
-        Claim(
-            "3.1.3", "Opacus / Custom TFP (XLA) at 2048: LSTM", "7×", _ratio(OPACUS, TFP, ("imdb-lstm",), (LARGEST,))
-        ),
-        Claim("3.1.3", "Opacus / JAX (DP) at 2048: LSTM", "2.4×", _ratio(OPACUS, JAX, ("imdb-lstm",), (LARGEST,))),
-        *(
-            claim
-            for row, quoted, mean, tasks in (
-                (OPACUS, "17× to 75×", "40×", ALL),
-                (BASELINE_ROW, "", "37.8×", ALL),
-                (JAX, "", "12.8×", ALL),
-                (BACKPACK, "", "10.5×", PICTURES),
-                (TFP, "", "6.3×", ALL),
-                (PYVACY, "", "1×", ALL),
-            )
-            for claim in (
-                Claim(
-                    "3.1.3" if quoted else "Table 1",
-                    f"{row}: seconds at batch 16 / at 2048, by task",
-                    quoted,
-                    _reduction(row, tasks),
-                ),
-                Claim(
-                    "3.1.3",
-                    f"{row}: seconds at batch 16 / at 2048, mean of {len(tasks)} tasks",
-                    mean,
-                    _mean_reduction(row, tasks),
-                ),
-            )
-        ),
-        Claim(
-            "3.1.3",
-            "The batch size matters most to Opacus and PyTorch: their least reduction / the greatest other",
-            "strongest for Opacus and PyTorch",
-            _strongest((OPACUS, BASELINE_ROW)),
-            ABOVE_ONE,
-        ),
-        Claim("3.1.3", "JAX (DP): first epoch / median epoch, largest", "101×", _first_epoch(JAX), _stated(101.0)),
-        Claim(
-            "3.1.3", "Custom TFP (XLA): first epoch / median epoch, largest", "625×", _first_epoch(TFP), _stated(625.0)
-        ),
-        *(
-            claim
-            for base in (JAX, TFP)
-            for claim in (
-                Claim(
-                    "3.1.3",
-                    f"Beyond 2048 the gap Opacus / {base} closes: the gap there / at 2048",
-                    "may close the gap",
-                    _gap_beyond(OPACUS, base, ALL),
-                    BELOW_ONE,
-                ),
-                Claim(
-                    "3.1.3",
-                    f"Beyond 2048 Opacus outperforms {base}: Opacus / {base}",
-                    "may even outperform",
-                    _ratio(OPACUS, base, ALL, BEYOND),
-                    BELOW_ONE,
-                ),
-            )
-        ),
-    )
-
-
-UNTESTABLE = "cannot be tested here"
-UNDECIDED = "undecided"
-
-
-@lru_cache(maxsize=4)
-def claims(tables: Tables) -> pd.DataFrame:
-    """Return every claim in every section, judged by :func:`outcome` or ``cannot be tested here``, with the measured
-    range and, over the places that the paper's table has too, the geometric mean of measured over published.
-
-    ``own_table``: whether the paper's own table agrees with what its text states.
-    ``cells`` and ``paper_cells``: how many values were measured, and how many the paper's table has. ``n``: the fewest
-    rounds or processes behind one of them. Values of fewer than three processes, which have no interval, and disturbed
-    ones, which allow no verdict elsewhere either, are shown and not judged.
-    """
-    table = PaperTable(tables.published)
-    rows = []
-    for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None))):
-        section = dict(zip(SECTION, key, strict=True))
-        source = Records(tables, section)
-        for claim in all_claims(table):
-            then, found, judged, used = list(claim.measure(table)), [], [], []
-            source.used.clear()
-            # A measure asks for the parts of a value just before it yields it.
-            for value in claim.measure(source):
-                found.append(value)
-                if all(b.n >= stats.INTERVAL_ROUNDS and not b.disturbed for b in source.used):
-                    judged.append(value)
-                used += source.used
-                source.used.clear()
-            bounds = claim.bounds or widened(then)
-            rows.append(
-                {
-                    **section,
-                    "paper_section": claim.section,
-                    "claim": claim.about,
-                    "quoted": claim.quoted,
-                    "paper": span([m.value for m in then]),
-                    "measured": span([m.value for m in found]),
-                    "cells": len(found),
-                    "paper_cells": len(then),
-                    "n": min((b.n for b in used), default=0),
-                    "extrapolated": any(b.extrapolated for b in used),
-                    "disturbed": any(b.disturbed for b in used),
-                    "here_over_paper": here_over_paper(found, then),
-                    "outcome": outcome(judged, bounds),
-                    "own_table": outcome(then, bounds),
-                }
-            )
-    return pd.DataFrame(rows)
-
-
-def outcome(found: Sequence[Measured], bounds: tuple[float, float]) -> str:
-    """``holds`` if the 95 % interval (the value alone, where there is none) of every value lies inside of the bounds,
-    ``does not hold`` if one lies outside, else ``undecided``: a wide interval overlaps any bounds and shows nothing."""
-    if not found:
-        return UNTESTABLE
-    intervals = [(m.value, m.value) if math.isnan(m.low) else (m.low, m.high) for m in found]
-    if any(high < bounds[0] or low > bounds[1] for low, high in intervals):
-        return "does not hold"
-    return "holds" if all(bounds[0] <= low and high <= bounds[1] for low, high in intervals) else UNDECIDED
-
-
-def widened(then: Sequence[Measured]) -> tuple[float, float]:
-    """Return the paper's range, widened by the tolerance of an outcome."""
-    values = [m.value for m in then]
-    return min(values) / TOLERANCE, max(values) * TOLERANCE
-
-
-def here_over_paper(found: Sequence[Measured], then: Sequence[Measured]) -> float:
-    """Return the geometric mean of measured over published values."""
-    old = {m.place: m.value for m in then}
-    logs = [math.log(m.value / old[m.place]) for m in found if old.get(m.place) and m.value]
-    return math.exp(float(np.mean(logs))) if logs else math.nan
-
-
-def span(values: Sequence[float]) -> str:
-    """Return the smallest and the largest value as text."""
-    if not values:
-        return ""
-    low, high = factor(min(values)), factor(max(values))
-    return low if low == high else f"{low}–{high}"

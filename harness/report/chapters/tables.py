@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.analysis.frames import PUBLISHED_LABEL, SECTION, Tables, rows_of
+from harness.analysis.frames import PUBLISHED_LABEL, Tables
 from harness.analysis.naming import factor, machine_slug, number
+from harness.analysis.tidy import SECTION, rows_of
 from harness.report import model
-from harness.report.chapters import paper
+from harness.report.chapters import paper, paper_claims
 from harness.report.model import (
     DISTURBED_PAIRS_NOTE,
     MEBIBYTE,
@@ -438,7 +439,7 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
         )
         columns = ("task", "batch", "rank correlation", "rows", "n")
         grids.append(Grid("Order of the contestants", columns, order, (note, *doubt_notes(ranks))))
-    stated = section.of(paper.claims(tables))
+    stated = section.of(paper_claims.claims(tables))
     usual_section = stated.paper_section.mode()[0]
     outcomes = tuple(
         (

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pandas as pd
 
 from harness.analysis import energy
-from harness.analysis.frames import CELL, Tables, rows_of
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor, number
+from harness.analysis.tidy import CELL, rows_of
 from harness.report.chapters import costs
 from harness.report.chapters.tables import seconds_notes
 from harness.report.model import MISSING, Grid, Section, blocks, task_title

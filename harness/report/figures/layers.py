@@ -9,9 +9,9 @@ from dataclasses import replace
 import pandas as pd
 
 from harness.analysis import layer_frames
-from harness.analysis.frames import rows_of
 from harness.analysis.layer_frames import MEGABYTE
 from harness.analysis.naming import number
+from harness.analysis.tidy import rows_of
 from harness.layers import LAYERS
 from harness.report import model
 from harness.report.figures import looks, panel

@@ -7,7 +7,8 @@ from functools import partial
 
 import pandas as pd
 
-from harness.analysis.frames import Tables, rows_of
+from harness.analysis.frames import Tables
+from harness.analysis.tidy import rows_of
 from harness.report import model
 from harness.report.figures import looks, panel
 from harness.report.figures import tasks as task_figures

@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis import stats
-from harness.analysis.frames import Tables, rows_of
+from harness.analysis.frames import Tables
 from harness.analysis.naming import factor, number, slug
+from harness.analysis.tidy import rows_of
 from harness.report import model
 from harness.report.figures import heatmap, looks, panel
 from harness.report.figures.drawing import Area, Drawing

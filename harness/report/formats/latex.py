@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import Tables, rows_of
+from harness.analysis.frames import Tables
 from harness.analysis.naming import number
 from harness.analysis.standing import Standing, standings
+from harness.analysis.tidy import rows_of
 from harness.report import model
 from harness.report.model import Chapter, Section
 

@@ -24,7 +24,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from harness.analysis import naming
-from harness.analysis.frames import CELL, PLACE, Tables, rows_of
+from harness.analysis.frames import Tables
+from harness.analysis.tidy import CELL, PLACE, rows_of
 from harness.errors import BadInput
 from harness.report import model
 from harness.report.chapters import costs, explain, overview, paper

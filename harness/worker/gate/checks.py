@@ -17,6 +17,7 @@ from harness.tasks import Task, check_parameters
 from harness.worker.clock import timed_steps
 from harness.worker.gate import adam, noise_checks
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import pool as gate_pool
 from harness.worker.gate.cases import BATCH
 from harness.worker.gate.check import FINDING, Check, check, guarded, scored, worst
 from harness.worker.gate.driver import NOISE_MULTIPLIER, Driver, Room
@@ -170,8 +171,8 @@ def _frozen(driver: Driver) -> Iterator[Check]:
 
 
 def _replay_batches(driver: Driver) -> list[np.ndarray]:
-    rng = np.random.default_rng(gate_cases.SEED)
-    rows = gate_cases.POOL_SIZE - gate_cases.COPIES - gate_cases.OUTLIERS
+    rng = np.random.default_rng(gate_pool.SEED)
+    rows = gate_pool.POOL_SIZE - gate_pool.COPIES - gate_pool.OUTLIERS
     return [rng.choice(rows, size=size, replace=False).astype(np.int64) for size in REPLAY_SIZES]
 
 

@@ -15,6 +15,7 @@ from harness.store.record import GateCheck
 from harness.tasks import FULL_TASKS, NOT_OWN, TASKS, TOKEN_LOSS
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import checks as gate_module
+from harness.worker.gate import pool as gate_pool
 from harness.worker.gate import updates
 from harness.worker.gate.checks import checks
 from tests.support import gate_faults, gate_numpy
@@ -237,15 +238,15 @@ def test_checks_come_one_by_one():
 @pytest.mark.parametrize("task", sorted({*TASKS} - {*FULL_TASKS}))
 def test_pool_has_the_tasks_shapes_and_the_promised_rows(task):
     task = TASKS[task]
-    x, y = gate_cases.pool(task)
-    again, _ = gate_cases.pool(task)
-    copies, ordinary = gate_cases.COPIES, gate_cases.POOL_SIZE - gate_cases.COPIES - gate_cases.OUTLIERS
-    assert x.shape == (gate_cases.POOL_SIZE, *task.input_shape) and x.dtype == task.input_dtype
+    x, y = gate_pool.pool(task)
+    again, _ = gate_pool.pool(task)
+    copies, ordinary = gate_pool.COPIES, gate_pool.POOL_SIZE - gate_pool.COPIES - gate_pool.OUTLIERS
+    assert x.shape == (gate_pool.POOL_SIZE, *task.input_shape) and x.dtype == task.input_dtype
     assert y.dtype == np.int32
     if task.loss == TOKEN_LOSS:
         own = y != NOT_OWN
         assert y.shape == x.shape and x.min() >= 0 and max(x.max(), y.max()) == task.classes - 1
-        assert not own[gate_cases.BLANK].any() and len({*own.sum(1)}) > 20, "texts of different lengths"
+        assert not own[gate_pool.BLANK].any() and len({*own.sum(1)}) > 20, "texts of different lengths"
     else:
         assert set(y) == set(range(task.classes))
     np.testing.assert_array_equal(x, again)
@@ -275,7 +276,7 @@ def test_cases_contain_what_their_names_say():
     assert norms[rows["one, clipped"]] > c > norms[rows["one, not clipped"]]
     assert rows["empty"].size == 0
     assert norms[rows["outlier"]].max() > 100 * c
-    x, _ = gate_cases.pool(TASKS["ffnn"])
+    x, _ = gate_pool.pool(TASKS["ffnn"])
     assert len(np.unique(x[rows["duplicates"]], axis=0)) <= len(rows["duplicates"]) - 2
     assert all(len(np.unique(r)) == len(r) for r in rows.values()), "no row twice, as in Poisson samples"
     assert len(by_name["three steps"].batches) == 3

@@ -27,7 +27,7 @@ def test_every_block_of_the_quick_plan_is_whole() -> None:
     blocks: dict[tuple[str, int, int], list[str]] = {}
     for job in jobs:
         blocks.setdefault((job.cell.task, job.cell.batch_size, job.round), []).append(job.contestant.name)
-    assert len(blocks) == sum(len(options.batch_sizes[t]) for t in options.tasks) * options.rounds == 21
+    assert len(blocks) == sum(len(options.batch_sizes[t]) for t in options.tasks) * options.rounds == 18
     names = sorted(c.name for c in contestants)
     assert all(sorted(block) == names for block in blocks.values())
     assert len({job.name for job in jobs}) == len(jobs)

@@ -13,7 +13,7 @@ from harness.analysis.layer_frames import LayerTables
 from harness.layers import LAYERS, PAPER
 from harness.report import contents, output
 from harness.report.chapters import layer_claims, memory
-from harness.report.chapters.paper import UNTESTABLE
+from harness.report.chapters.paper_claims import UNTESTABLE
 from harness.report.figures import drawing, looks
 from harness.report.figures.drawing import Drawing
 from harness.report.formats import markdown

@@ -6,7 +6,7 @@ import pytest
 
 from harness.analysis.frames import build, published
 from harness.report import model
-from harness.report.chapters import paper
+from harness.report.chapters import paper, paper_claims
 from harness.report.chapters import tables as task_tables
 from tests.support import record_factory as factory
 
@@ -43,7 +43,7 @@ def as_records(change=lambda row: 1.0, **more):
 
 
 def outcomes(tables):
-    return dict(zip(paper.claims(tables).claim, paper.claims(tables).outcome, strict=True))
+    return dict(zip(paper_claims.claims(tables).claim, paper_claims.claims(tables).outcome, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_order_agrees_with_itself_and_turns_round_with_the_seconds(same):
 
 
 def rows_of(tables):
-    return paper.claims(tables).set_index("claim")
+    return paper_claims.claims(tables).set_index("claim")
 
 
 MEAN = "seconds at batch 16 / at 2048, mean of 4 tasks"
@@ -90,7 +90,7 @@ def test_the_paper_s_table_bears_out_its_own_figures_where_it_does(same):
     assert tuple(frame.loc[FASTEST_ON_LSTM, ["outcome", "own_table"]]) == ("does not hold", "does not hold")
     # "Consistently the highest", but 201 s against 359 s for Opacus on the LSTM at batch size 16.
     assert frame.loc["PyVacy is the slowest: PyVacy / next", "own_table"] == "does not hold"
-    untestable = frame[frame.outcome == paper.UNTESTABLE].index
+    untestable = frame[frame.outcome == paper_claims.UNTESTABLE].index
     assert len(untestable) == 6 and all("first epoch" in c or "Beyond 2048" in c for c in untestable)
     others = frame.drop([FASTEST_ON_LSTM, "PyVacy is the slowest: PyVacy / next", *untestable])
     assert set(others.outcome) == {"holds"}, others[others.outcome != "holds"]
@@ -130,11 +130,11 @@ def test_the_conjecture_is_held_against_batches_beyond_2048(at_8192, closes, out
     ]
     frame = rows_of(build([*as_records(), *beyond], ROWS))
     closing = frame.loc["Beyond 2048 the gap Opacus / JAX (DP) closes: the gap there / at 2048"]
-    assert (closing.outcome, closing.cells) == (closes, 1) and closing.own_table == paper.UNTESTABLE
+    assert (closing.outcome, closing.cells) == (closes, 1) and closing.own_table == paper_claims.UNTESTABLE
     assert frame.loc["Beyond 2048 Opacus outperforms JAX (DP): Opacus / JAX (DP)", "outcome"] == outperforms
     assert (
         frame.loc["Beyond 2048 Opacus outperforms Custom TFP (XLA): Opacus / Custom TFP (XLA)", "outcome"]
-        == paper.UNTESTABLE
+        == paper_claims.UNTESTABLE
     )
 
 
@@ -158,7 +158,7 @@ def test_without_a_warm_up_the_first_of_the_epochs_holds_the_compilation():
 def test_few_processes_and_disturbed_ones_are_shown_and_not_judged(rounds, disturbed):
     records = [r for r in as_records(disturbed=disturbed) if r.block.round < rounds]
     frame = rows_of(build(records, ROWS))
-    assert set(frame.outcome) == {paper.UNTESTABLE} and (frame.measured != "").sum() > 20
+    assert set(frame.outcome) == {paper_claims.UNTESTABLE} and (frame.measured != "").sum() > 20
     row = frame.loc["Opacus / PyTorch without DP: LSTM"]
     assert (row.measured, row.n, row.disturbed) == (row.paper, rounds, disturbed)
 

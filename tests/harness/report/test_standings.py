@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.analysis import frames
-from harness.analysis.frames import foremost
+from harness.analysis import frames, pairs
+from harness.analysis.pairs import foremost
 from harness.analysis.standing import standings
 from harness.report import standings as words
 from tests.support import record_factory as factory
@@ -86,8 +86,8 @@ def test_who_was_timed_alone_leads_nobody_and_variants_of_a_framework_are_no_riv
 
 def test_the_leader_is_the_one_of_the_paired_rounds_not_of_the_median():
     # b has one round more, in which the machine was fast.
-    sides = frames.by_block(built({("a", "x"): {0: 1.0, 1: 1.0}, ("b", "x"): {0: 1.2, 1: 1.2, 2: 0.5, 3: 0.5}}).raw)
-    assert min(frames.medians_of(sides), key=frames.medians_of(sides).__getitem__) == "b-x"
+    sides = pairs.by_block(built({("a", "x"): {0: 1.0, 1: 1.0}, ("b", "x"): {0: 1.2, 1: 1.2, 2: 0.5, 3: 0.5}}).raw)
+    assert min(pairs.medians_of(sides), key=pairs.medians_of(sides).__getitem__) == "b-x"
     assert foremost(sides) == "a-x"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis import frames, naming
+from harness.analysis import frames, naming, tidy
 from harness.errors import BadInput
 from harness.history import runs
 from harness.store import surroundings
@@ -45,7 +45,7 @@ def test_what_differs_is_never_pooled_in_a_report_nor_in_the_history(other: dict
 def test_what_was_installed_is_a_part_of_the_code() -> None:
     source = {**factory.record().source.model_dump(), "content": "0" * 12}
     old, new = factory.record(), factory.record(round=1, started="2026-11-21T08:00:00+00:00", source=source)
-    raw = frames.tidy([old, new])
+    raw = tidy.tidy([old, new])
     assert list(raw.superseded) == [True, False]
 
 
