@@ -171,6 +171,18 @@ class Adapter(ABC):
         """Return what the framework's own allocator counted since :meth:`build`; nothing on a CPU."""
         return Memory({})
 
+    def exchanged(self, indices: Array, mask: Array | None) -> Mapping[int, Mapping[str, int]]:
+        """Make one more step and tell what each process gave to the others in it, for variants that train in several.
+
+        Args:
+            indices: as of ``step``.
+            mask: likewise.
+
+        Returns:
+            Bytes by kind of collective, the larger side of each, by the number of the process.
+        """
+        return {}
+
     def epsilon(self, steps: int, delta: float) -> float | None:
         """Ask the library's own privacy accountant.
 

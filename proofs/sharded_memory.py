@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+
+from frameworks._shared.torch.ranks import Payload
 
 WIDTH, BLOCKS, WORDS, EXAMPLES, TOKENS, STEPS = 768, 6, 16384, 2, 64, 4
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_ARENA_MAX": "1"}
@@ -69,28 +69,6 @@ class Words(nn.Module):
             x = block(x)
         found = self.head(self.norm(x[:, :-1]))
         return F.cross_entropy(found.float().transpose(1, 2), words[:, 1:], reduction="none").mean(1)
-
-
-class Payload(TorchDispatchMode):
-    """Bytes of the larger side of every collective."""
-
-    def __init__(self) -> None:
-        """Begin at zero."""
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and go on."""
-        name = str(function)
-        if name.startswith("c10d"):
-            self.bytes[name.split(".")[1].strip("_")] += max([_bytes(value) for value in args])
-        return function(*args, **(kwargs or {}))
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _memory(entry: str) -> int:

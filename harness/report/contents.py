@@ -147,7 +147,8 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
     yield chapter("Physical floor", costs.floor_grids(tables, section, bound), (), physical_floor=bound)
     memory = task_tables.memory(tables, section)
     # What the kernel counted comes first; other instruments stand on the page and in the CSV file.
-    of_memory = chapter("Peak memory", memory, task_tables.first_metric(tables, memory), peak_memory=tables.memory)
+    first, by_rank = task_tables.first_metric(tables, memory), costs.ranks(tables, section)
+    of_memory = chapter("Peak memory", [*memory, *by_rank], [*first, *by_rank], peak_memory=tables.memory)
     yield replace(of_memory, interactive=False)  # the page's own charts are of seconds
     yield chapter("Privacy", task_tables.privacy(tables, section), (), privacy=tables.privacy)
     yield chapter("Accuracy", task_tables.accuracy(tables, section), (), accuracy=tables.accuracy)

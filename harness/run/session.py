@@ -150,6 +150,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             "cell": job.cell,
             "key": self._key(job),
             "memory": result.memory,
+            "ranks": [vars(rank) for rank in result.ranks],
             "versions": result.versions,
             "image": where.image,
             "container": where.container,

@@ -303,10 +303,9 @@ class Container(_Model):
 
 
 class Record(_Model):
-    """``interrupted``: what ended the process came from outside (a signal, for instance), so that it says nothing of
-    the cell and the next run measures it again. ``sequence``: orders the records of a machine, whatever its clock does
-    (see :mod:`harness.store.sequence`); None in records from before there was one, of which ``started`` decides.
-    ``precision``: of the task's products."""
+    """``interrupted``: what ended the process came from outside, so that it says nothing of the cell and the next run
+    measures it again. ``sequence``: orders the records of a machine, whatever its clock does (see
+    :mod:`harness.store.sequence`); None in older ones, of which ``started`` decides. ``precision``: of the products."""
 
     schema_: int = Field(SCHEMA, alias="schema")
     purpose: Purpose
@@ -321,6 +320,7 @@ class Record(_Model):
     timed: Timed | None = None
     probe: Probe | None = None
     memory: dict[str, Bytes] = Field(default_factory=dict)
+    ranks: list[result.Rank] = Field(default_factory=list)
     layer: LayerResult | None = None
     gate: Gate | None = None
     epsilon: Epsilon | None = None

@@ -40,7 +40,7 @@ from harness.worker.own_loop import measure_own_loop, measure_own_memory
 from harness.worker.process import Emit, die_with_parent, events, load_create, pin, save_weights, versions
 from harness.worker.replay import replay
 from harness.worker.request import Request
-from harness.worker.result import Check, Result, Timed, of_error
+from harness.worker.result import Check, Rank, Result, Timed, of_error
 
 
 def _stretch(
@@ -166,6 +166,7 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
         settling = warm_up_batch(request, m.setting, request.batch_size)
         batches = [settling] * SETTLING_STEPS + batches
     loaded = resident.steady()
+    ranks = resident.Ranks() if request.world_size > 1 else None
     resident.reset_peak()
     emit({"event": "phase", "phase": "memory"})
     shapes = {len(indices): (indices, mask) for indices, mask in batches if mask is not None}
@@ -179,9 +180,12 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     loaded = min(loaded, kept)  # some (TensorFlow) let go of the data's original only in their next call
     resident.reset_peak()
     sent = resident.sent()
+    if ranks is not None:
+        ranks.begin()
     for indices, mask in batches:
         m.adapter.step(indices, mask)
         m.adapter.synchronize()
+    by_rank = ranks.end(len(batches)) if ranks is not None else {}
     peak = resident.peak()
     memory = {
         **m.adapter.peak_memory().bytes_by_metric,
@@ -198,6 +202,9 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     if request.sketches:
         moved = {name: value.astype(np.float64) - m.initial[name] for name, value in m.adapter.parameters().items()}
         result["sketch"] = sketch.of(moved)
+    if request.world_size > 1:  # last: it makes one more step
+        given = m.adapter.exchanged(*batches[-1])
+        result["ranks"] = [Rank(*by_rank[process], payload=dict(given[process])) for process in given]
     return result
 
 

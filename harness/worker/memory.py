@@ -29,7 +29,12 @@ def now() -> int:
     Of a library's file Linux maps what stands in its cache beside the page that is needed, which depends on how the
     file was once written: 41 or 17 MiB of PyTorch's in one training, by two installers.
     """
-    return sum(_status("VmRSS", pid) - _status("RssFile", pid) for pid in ("self", *descendants()))
+    return sum(now_of(pid) for pid in ("self", *descendants()))
+
+
+def now_of(pid: str) -> int:
+    """Bytes resident now, of one process."""
+    return _status("VmRSS", pid) - _status("RssFile", pid)
 
 
 def of_files() -> int:
@@ -54,6 +59,27 @@ def adopt_orphans() -> None:
     """Makes this process the parent of what its children leave behind (prctl PR_SET_CHILD_SUBREAPER), so that a process
     which detaches itself stays in the tree."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+class Ranks:
+    """Resident growth and processor time of every process of this tree, each by itself."""
+
+    def __init__(self) -> None:
+        self.loaded = {pid: now_of(pid) for pid in (str(os.getpid()), *descendants())}
+
+    def begin(self) -> None:
+        """Begin the steps."""
+        self.loaded = {pid: min(loaded, now_of(pid)) for pid, loaded in self.loaded.items()}
+        self.begun = {pid: _processor_seconds(pid) for pid in self.loaded}
+
+    def end(self, steps: int) -> dict[int, tuple[int, float]]:
+        """Return (peak growth, processor seconds of a step) by process."""
+        grown = {p: _status("VmHWM", p) - _status("RssFile", p) - loaded for p, loaded in self.loaded.items()}
+        return {int(p): (max(0, grown[p]), (_processor_seconds(p) - self.begun[p]) / steps) for p in grown}
+
+
+def _processor_seconds(pid: str) -> float:
+    return time.clock_gettime(~int(pid) << 3 | 2)  # Linux's number of a process's clock (posix-timers.h)
 
 
 SENT = "sent_per_step"

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 State = Literal["ok", "rejected", "oom", "timeout", "crashed", "unsupported"]
 Part = dict[str, Any]
@@ -115,6 +115,17 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Rank:
+    """One of several processes that train together, in the steps whose memory was measured: its peak resident growth,
+    its processor time in a step, and the bytes that it gave to each kind of collective in the one after them."""
+
+    peak_bytes: int
+    step_seconds: float
+    payload: dict[str, int]
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
 class Result:
     """Result of an end-to-end, layer, frontier or gate process.
 
@@ -127,6 +138,7 @@ class Result:
         throttled: share of the periods of its quota of processors in which it was stopped inside the clock.
         epsilon_steps: steps of the whole epochs that the figure stands for; ``epsilon_own``: the library's own ε.
         memory: bytes by metric.
+        ranks: of a memory process that trains with others, all of them, rank 0 first.
         probe: the probe of the memory frontier that this process was.
         layer: what was measured of a layer.
         checks: lines of the gate.
@@ -153,6 +165,7 @@ class Result:
     epsilon_steps: int | None = None
     epsilon_own: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
+    ranks: Sequence[Rank] = field(default_factory=list)
     probe: Probe | None = None
     layer: Layer | None = None
     checks: Sequence[Check] = field(default_factory=list)
@@ -181,7 +194,8 @@ class Result:
         layer = said.get("layer")
         if layer is not None and layer.parts is not None:
             said["layer"] = dataclasses.replace(layer, parts=LayerParts(**layer.parts))
-        return cls(**{**said, "checks": [Check(**check) for check in said.get("checks", ())]})
+        parts = {"checks": Check, "ranks": Rank}
+        return cls(**said | {name: [kind(**part) for part in said.get(name, ())] for name, kind in parts.items()})
 
     def as_event(self) -> Part:
         """Return the event that ends a worker's output, without what is as it is by default."""

@@ -6,6 +6,7 @@ takes its share. gloo on one machine: what it takes says nothing about scaling.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -24,17 +25,43 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Memory, Setting, Unsupported
 from harness.tasks import Task
+from harness.worker.memory import settle
 from harness.worker.process import die_with_parent, load_create
 
 LONGEST_WAIT = timedelta(days=1)
 """A gate computes for minutes between two calls."""
 END_SECONDS = 10.0
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+
+class Payload(TorchDispatchMode):
+    """Bytes of the larger side of every collective, by its kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        space, name = str(function).split(".")[:2]
+        if space in ("c10d", "_c10d_functional") and name not in ("barrier", "wait_tensor"):
+            plain = name.replace("_", "")
+            kind = next((kind for kind in KINDS if kind.replace("_", "") in plain), "other")
+            self.bytes[kind] += max(map(_bytes, (*args, made)))
+        return made
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 class Rank(TorchAdapter):
@@ -58,6 +85,14 @@ class Rank(TorchAdapter):
         """Return when all ranks have done their work."""
         super().synchronize()
         dist.barrier()
+
+    def exchanged(self, indices: np.ndarray, mask: np.ndarray | None) -> Mapping[int, Mapping[str, int]]:
+        """What every rank gave to collectives in one more step: not in the timed ones, which counting would slow."""
+        with Payload() as payload:
+            self.step(indices, mask)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (os.getpid(), dict(payload.bytes)))
+        return dict(everyone)
 
     def parameters(self) -> Mapping[str, np.ndarray]:
         """The whole weights, which all ranks put together."""
@@ -127,6 +162,10 @@ class Lead(Adapter):
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         self._together("step", indices, mask)
 
+    def exchanged(self, indices: np.ndarray, mask: np.ndarray | None) -> Mapping[int, Mapping[str, int]]:
+        found: Mapping[int, Mapping[str, int]] = self._together("exchanged", indices, mask)
+        return found
+
     def synchronize(self) -> None:
         self._together("synchronize")
 
@@ -194,8 +233,11 @@ def main() -> None:
     file, variant, folder, size, number = sys.argv[1:]
     rank = load_create(Path(file))(variant).rank
     _join(folder, int(size), int(number))
+    gc.freeze()  # so that to look for garbage takes no time
     for name, arguments in _calls():
         getattr(rank, name)(*arguments)
+        if name == "build":
+            settle()  # as the harness does in rank 0: what a rank merely keeps would hide what its steps add
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis.frames import Tables
-from harness.analysis.naming import factor, number
+from harness.analysis.naming import factor, number, size
 from harness.analysis.tidy import CELL, PLACE, rows_of
 from harness.report import model
 from harness.report.figures.tasks import PAPER_EPOCHS, CumulativeRun, cumulative_runs
@@ -69,6 +69,32 @@ def hardware(tables: Tables, section: Section) -> list[Grid]:
             ("measured peak, memory traffic of a copy", f"{peaks[1] / 1e9:.3g} GB/s"),
         ]
     return [Grid("Hardware", ("what", "as recorded"), tuple(rows))]
+
+
+def ranks(tables: Tables, section: Section) -> list[Grid]:
+    """Return a table per task of what each of several processes took that train together; none where each is alone."""
+    here = model.processes_of(tables, section)
+    here = here[[not old and bool(tables.records[i].ranks) for i, old in zip(here.index, here.superseded, strict=True)]]
+    grids = []
+    for task, synthetic, group in model.blocks(here):
+        rows = []
+        for row in rows_of(group):
+            found = tables.records[row.Index].ranks
+            seconds = [rank.step_seconds for rank in found]
+            given = [max(rank.payload.get(kind, 0) for rank in found) for kind in COLLECTIVES]
+            sizes = [MISSING if not count else size(count) for count in (max(r.peak_bytes for r in found), *given)]
+            slowest = factor(max(seconds) / float(np.mean(seconds)))
+            rows.append((row.contestant, str(row.batch_size), sizes[0], slowest, *sizes[1:]))
+        header = ("contestant", "batch", "peak of a rank", "slowest rank", *COLLECTIVES)
+        grids.append(Grid(f"{model.task_title(task, synthetic)}: rank by rank", header, tuple(rows), (RANKS_NOTE,)))
+    return grids
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "other")
+RANKS_NOTE = (
+    "Of the rank that has most: growth of its resident memory, and bytes that it gives to each kind of collective in a "
+    "step (the larger side). Slowest rank: its processor time in a step over the mean rank's."
+)
 
 
 def _peaks(tables: Tables, section: Section) -> tuple[float, float] | None:

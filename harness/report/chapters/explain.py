@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis.frames import SHOWN_PACKAGES, Tables
-from harness.analysis.naming import machine_label, number
+from harness.analysis.naming import duration, machine_label, number, size
 from harness.analysis.tidy import rows_of
 from harness.errors import BadInput
 from harness.report import model
@@ -130,6 +130,10 @@ def lines(record: Record, row: Mapping[str, Any], known: Known | None = None) ->
         yield "compile seconds", f"{record.compile_seconds:.4g}"
     for metric, value in record.memory.items():
         yield metric, f"{value / model.MEBIBYTE:.1f} MiB"
+    for i, rank in enumerate(record.ranks):
+        given = ", ".join(f"{size(count)} to {kind}" for kind, count in rank.payload.items())
+        took = f"{size(rank.peak_bytes)}, {duration(rank.step_seconds)} of a processor a step"
+        yield f"rank {i}", f"{took}, gives {given or 'nothing'}"
     if record.load:
         yield "load", _load(record)
     yield from _made(known, _gate, record.gate)

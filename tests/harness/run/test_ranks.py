@@ -43,8 +43,12 @@ def test_a_cell_has_its_world_size_and_every_figure_says_what_it_is_worth(cache:
     assert {r.state for r in times} == {"ok"}
     assert len({r.key for r in times}) == 2 and len({r.file_name for r in [*times, *memories]}) == 4
     assert {r.cell.world_size: memory.SENT in r.memory for r in memories} == {1: False, 2: True}
+    ranks = {r.cell.world_size: r.ranks for r in memories}
+    assert ranks[1] == [] and [rank.payload for rank in ranks[2]] == [{"all_reduce": 2048}]
+    assert ranks[2][0].step_seconds > 0
     report = (driver.out / "report" / "report_synthetic.md").read_text()
     assert LABEL in report and LABEL.replace("W=2", "W=1") in report
+    assert report.count("rank by rank") == 1 and "2.00 KiB" in report
 
 
 def test_a_cell_of_one_process_keeps_its_key_and_its_name() -> None:
