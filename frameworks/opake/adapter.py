@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch.adapter import TorchAdapter
-from harness.contract import Adapter, Setting, Unsupported
+from harness.contract import PARALLEL, Adapter, Setting, Unsupported
 from harness.optimizer import SGD, AdamW
 from harness.tasks import Task
 
@@ -29,7 +29,12 @@ ROWS |= {"wrn-16-4-k4": 1, "wrn-16-4-k16": 1}
 
 
 def create(variant: str) -> Adapter:
-    """The adapter of the only variant, ``vmap``."""
+    """The adapter of ``variant``, ``vmap``; or, in several processes, ``ddp``."""
+    if variant in PARALLEL:
+        from frameworks._shared.torch.ranks import Lead
+        from frameworks.opake.ranked import Ranked
+
+        return Lead(__file__, variant, Ranked())
     return Opake()
 
 
@@ -81,9 +86,13 @@ class Opake(TorchAdapter):
     def _update(self, x: torch.Tensor, y: torch.Tensor) -> None:
         clipped = self.clipped if len(x) <= self.rows else self.in_pieces
         gradient, self.clip_state = clipped(self.weights, x, y, state=self.clip_state)
-        noisy, self.noise_state = self.noise(gradient, self.noise_state)
+        noisy, self.noise_state = self.noise(self.joined(gradient), self.noise_state)
         updates, self.optimizer_state = self.optimizer.update(noisy, self.optimizer_state, params=self.weights)
         self.weights = torchopt.apply_updates(self.weights, updates)
+
+    def joined(self, gradient: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the clipped sum of all processes: of this one, where it is alone."""
+        return gradient
 
     def epoch(self, seed: int) -> int:
         """The quick start's loop: Poisson sampling by its own sampler, through PyTorch's loader."""
