@@ -90,6 +90,8 @@ class Size:
 # Harness by 87, frameworks by 35 and tests by 159 for noise that is correlated over steps, in the gate: what makes it
 # white, nine faults in it, and dpcore's mechanisms as contestants.
 # 2026-11-28: optimizers/checks.py, a step made by hand is guarded and named.
+# 2026-11-28: harness/environments/turns.py, processes start and end on processors of their own.
+# 2026-11-28: five files of the harness cut in two, each half with its own imports.
 # Harness by 91, frameworks by 73 and tests by 16 for what each of several processes gives to collectives, holds and
 # computes, and Opake's DDP.
 LIMITS = {
