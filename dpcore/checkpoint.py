@@ -17,6 +17,7 @@ from dpcore import shards_file
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, warn_caller
+from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.ledger import name_of
 from dpcore.noise import SecureNoise
 from dpcore.optimizers import DPOptimizer
@@ -71,7 +72,8 @@ class PrivateState:
         optimizer.steps = self.steps
         if optimizer.run.correlation is not None and self.correlated is not None:
             optimizer.run.correlation.go_on(self.correlated, optimizer.noise)
-        optimizer.run.batches_seen = getattr(data_loader, "handed_out", 0)
+        if isinstance(data_loader, CountingDataLoader):
+            data_loader.see(data_loader.handed_out)
         optimizer.run.next_batch = UNKNOWN
         optimizer.noise_multiplier = self.noise_multiplier
         optimizer.max_grad_norm = self.max_grad_norm
@@ -159,9 +161,7 @@ class Checkpoint:
             )
         position = None
         if isinstance(data_loader, DPDataLoader):
-            own = optimizer is not None and data_loader is optimizer.run.loader
-            unused = data_loader.handed_out - optimizer.run.batches_seen if own else 0  # type: ignore[union-attr]
-            position = data_loader.position(unused)
+            position = data_loader.position(data_loader.waiting)
             position |= spending.epoch_at(data_loader, int(position["drawn"]))
             if optimizer is not None:
                 position["batches"] = str(optimizer.run.batches_a_step)
@@ -302,6 +302,11 @@ class Checkpoint:
                     "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
                 )
 
+    def check_batches(self, data_loader: Any) -> None:
+        """UnsupportedError where the loader's sampler is one of the user's that would draw batches again."""
+        if self.sampler is not None and isinstance(data_loader, DPDataLoader):
+            data_loader.sampler_state.check_loads()
+
     # ---- the run continues
 
     def restore_optimizer(self, optimizer: DPOptimizer, data_loader: DataLoader[Any] | None) -> None:
@@ -318,7 +323,7 @@ class Checkpoint:
         # Its steps before the checkpoint may have used this run's seed, from number 0 on.
         optimizer.noise.seed = secrets.randbits(128)
         if isinstance(data_loader, DPDataLoader):
-            data_loader.sampler_state.seed = secrets.randbits(128)
+            data_loader.sampler_state.reseed()
         warn_caller(
             "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
             "bit as it would have.",
@@ -338,7 +343,7 @@ class Checkpoint:
                 continue  # the run that was saved
             optimizer.noise.seed = secrets.randbits(128)
             if isinstance(optimizer.run.loader, DPDataLoader):
-                optimizer.run.loader.sampler_state.seed = secrets.randbits(128)
+                optimizer.run.loader.sampler_state.reseed()
             if optimizer.ranks is not None:
                 optimizer.ranks.join_batches(optimizer.run.loader)
             found = True

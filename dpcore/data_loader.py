@@ -18,6 +18,7 @@ from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.epoch_sampler import CUT, EPOCHS, EpochSampler, check_sampling, epoch_sampler
 from dpcore.loading.ledger import Source
+from dpcore.loading.rounds import Round, Rounds
 from dpcore.loading.uniform_sampler import (
     DealtUniformWithReplacementSampler,
     DistributedUniformWithReplacementSampler,
@@ -257,9 +258,7 @@ class DPDataLoader(CountingDataLoader):
         if generator is not None:
             seed = drawn_seed(generator)
         check_sampling(sampling, max_batch_size)
-        self.open_rounds = 0  # which have begun, and neither ended nor were left
-        self._open: list[int] | None = None
-        """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
+        self.rounds = Rounds()
         self._newest: int | None = None
         """The number of the draw of the newest batch, None where it is not known."""
         self.distributed = distributed
@@ -377,30 +376,24 @@ class DPDataLoader(CountingDataLoader):
             f"{size * self.sample_rate:.4g} a batch, {batches} a round, {self.handed_out} handed out{drawn})"
         )
 
-    def __iter__(self) -> Any:
-        self.open_rounds += 1
-        try:
-            yield from super().__iter__()
-        finally:
-            self.open_rounds -= 1
-
-    def _begin(self) -> list[int]:
+    def _begin(self) -> Round:
         self.sampler_state.begin()
-        self._open = [self.sampler_state.drawn, 0]
-        return self._open
+        return self.rounds.begin(self.sampler_state.drawn)
 
-    def _take(self, begun: list[int]) -> int | None:
+    def _end(self, begun: Round) -> None:
+        self.rounds.end(begun)
+
+    def _take(self, begun: Round) -> int | None:
         super()._take(begun)
-        begun[1] += 1
+        begun.taken += 1
         self._newest = self._draw_of(begun)
         return self._newest
 
-    def _draw_of(self, begun: list[int]) -> int | None:
+    def _draw_of(self, begun: Round) -> int | None:
         if not self.num_workers:
             return self.sampler_state.drawn - 1
-        # Workers draw ahead, and rounds that are open at once draw in turn.
-        known = begun is self._open and self.open_rounds == 1 and getattr(self, "in_order", True)
-        return begun[0] + begun[1] - 1 if known else None
+        known = begun is self.rounds.alone and getattr(self, "in_order", True)
+        return begun.first + begun.taken - 1 if known else None
 
     @property
     def is_dealt(self) -> bool:
@@ -448,7 +441,7 @@ class DPDataLoader(CountingDataLoader):
                 f"The sample rate cannot be changed with sampling={self.kind!r}, whose epochs are counted by their "
                 "number of batches; take sampling='poisson' for a schedule of the batch size."
             )
-        if self.open_rounds:
+        if self.rounds.open:
             raise ValueError("The sample rate was changed within a round of the loader; do it between rounds.")
         sampler = self.sampler_state
         if sampler.steps == steps_per_epoch(self.sample_rate):
@@ -466,16 +459,15 @@ class DPDataLoader(CountingDataLoader):
         """
         sampler = self.sampler_state
         state = sampler.state_dict() | self.among
-        if self._open is None or self.open_rounds != 1 or not getattr(self, "in_order", True):
+        if (alone := self.rounds.alone) is None or not getattr(self, "in_order", True):
             return state
-        first, taken = self._open
-        ahead = sampler.drawn - first - taken if self.num_workers else 0
-        back = max(0, ahead + min(unused, taken))
+        ahead = sampler.drawn - alone.first - alone.taken if self.num_workers else 0
+        back = max(0, ahead + min(unused, alone.taken))
         return {**state, "drawn": str(sampler.drawn - back), "left": str(int(state["left"]) + back)}
 
     def go_on(self, position: dict[str, str]) -> None:
         """Draw on from a :meth:`position`."""
-        self._open = None  # a round that is open has drawn at another place
+        self.rounds.newest = None  # a round that is open has drawn at another place
         self.sampler_state.load_state_dict(position)
 
     @property

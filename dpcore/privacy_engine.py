@@ -293,18 +293,18 @@ class PrivacyEngine(ExtensionPoints):
             The file's entries, your own among them, but for the seeds of noise and batches.
 
         Raises:
-            PrivacyError: the run was saved under other settings, or it has gone on from the file in this process and
-                made steps that the file does not know of. (Steps of other runs stay counted.)
+            PrivacyError: the run was saved under other settings, or has made steps here that the file does not know.
+            UnsupportedError: the loader's sampler is one of your own, and would draw batches of that run again.
         """
         data_loader = _loader_of(optimizer, data_loader)
         ranks = _ranks_of(module, optimizer)
         options = {"weights_only": True} | (torch_load_kwargs or {})
         checkpoint = Checkpoint.load(path, ranks, options, partial(sharded_as, module, optimizer))
         self._spending.check_continues(checkpoint.runs)
+        checkpoint.check_batches(data_loader)
         if optimizer is not None:
             checkpoint.check_settings(optimizer)
-            # Sums of an unfinished batch are of the run that is left behind.
-            optimizer.discard()
+            optimizer.discard()  # sums of an unfinished batch are of the run that is left behind
         module.load_state_dict(checkpoint.module, **(module_load_dict_kwargs or {}))
         self._spending.go_on(checkpoint.accountant, checkpoint.runs)
         if optimizer is not None:

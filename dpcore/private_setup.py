@@ -342,7 +342,6 @@ class Setup:
         """Let every step of ``private`` be checked against the budget and the ledger, and counted."""
         run, settings, poisson = private.run, self.settings, loader if isinstance(loader, DPDataLoader) else None
         run.loader, run.counter = loader, weakref.ref(spending)
-        run.batches_seen = run.handed_out
         if self.ranks is not None:
             run.name = f"{self.ranks.share_seed(None):x}"
         run.setting["clipping"] = settings["clipping"]
@@ -373,6 +372,7 @@ class Setup:
         private.attach_step_guard(lambda of: spending.check_budget(of, rate(), failure()))
         if isinstance(loader, CountingDataLoader):
             give(loader, spending.unused)
+            loader.see(loader.handed_out)
             run.ledger = Ledger(lambda: loader.source, spending.unused, settings["check_batches"], self.group)
         if not settings["check_isolation"]:
             private.module.isolation.switch_off()

@@ -20,7 +20,6 @@ from dpcore.loading.epoch_sampler import EpochSampler
 from dpcore.loading.ledger import Unused
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.claims import private_optimizers
-from dpcore.secret_seeds import derived_seed
 
 Runs = dict[str, History]
 """Histories, by the names of the runs."""
@@ -50,8 +49,7 @@ class Made:
 class Spending:
     """The steps that ``accountant`` has counted, by the names of their runs, and the budget that they stay within.
 
-    ``unused``: the batches that they may still use. ``ancestors``: of each run, those that were in the file which it
-    went on from.
+    ``unused``: the batches that they may still use. ``ancestors``: of each run, those in the file that it went on from.
     """
 
     def __init__(self, accountant: IAccountant) -> None:
@@ -166,12 +164,11 @@ class Spending:
         rate: Rate = loader.sample_rate if isinstance(loader, DPDataLoader) else history[-1][1] if history else 0.0
         failure = min(1.0, 2.0 * loader.sampler_state.overflow) if isinstance(loader, DPDataLoader) else 0.0
         if isinstance(loader, DPDataLoader) and isinstance(sampler := loader.sampler_state, EpochSampler):
-            is_waiting = loader.handed_out > optimizer.run.batches_seen
-            following = sampler.drawn - 1 if is_waiting else sampler.following(is_open=loader.open_rounds > 0)
+            following = sampler.drawn - 1 if loader.waiting else sampler.following(loader.rounds.newest is not None)
             if (correlation := optimizer.run.correlation) is not None:
                 cost = correlation.cost(following)
                 return self._epsilon_beyond(*_of_round(optimizer.noise_multiplier, cost), failure) is None
-            begins = not is_waiting and not following % sampler.steps
+            begins = not loader.waiting and not following % sampler.steps
             name = sampler.epoch_of(sampler.drawn - 1)
             own = self._uncounted(sampler.begun if name is None else [name], optimizer.noise_multiplier)
             rate = sampler.rate_of_epoch if begins or own else 0.0
@@ -204,7 +201,6 @@ class Spending:
         Of a loader that deals epochs a step brings the epochs of its batches, those that no step has brought before.
         """
         entries, begun = self._entries(optimizer, rate)
-        k = optimizer.logical_batch.batches
         if begun is None:
             self.accountant.get_optimizer_hook_fn(rate)(optimizer)
         else:
@@ -215,7 +211,7 @@ class Spending:
             self._epochs.update(dict.fromkeys(begun, entries[0][0]))
         self._made[optimizer.run.name] = Made.by(optimizer)
         if failure:
-            self.accountant.add_failure_probability(min(1.0, k * failure))
+            self.accountant.add_failure_probability(min(1.0, optimizer.logical_batch.batches * failure))
         for entry in entries:
             _add(self._runs.setdefault(optimizer.run.name, []), entry)
 
@@ -226,12 +222,13 @@ class Spending:
         was used before, or of which nothing is known, is a step of all examples: an epoch covers each batch once.
         """
         k, loader = optimizer.logical_batch.batches, optimizer.run.loader
-        noise = optimizer.noise_multiplier / k**0.5
+        of_step = optimizer.logical_batch.noise_multiplier  # the optimizer's may be that of the next step already
+        noise = of_step / k**0.5
         sampler = loader.sampler_state if isinstance(loader, DPDataLoader) else None
         if not isinstance(sampler, EpochSampler):
             return [(noise, rate, k)], None
         if (correlation := optimizer.run.correlation) is not None:
-            return [_of_round(optimizer.noise_multiplier, correlation.cost(correlation.step))], []
+            return [_of_round(of_step, correlation.cost(correlation.step))], []
         ledger = optimizer.run.ledger
         used = () if ledger is None else ledger.used
         again = any(batch.is_again for batch in used) or (not used and sampler.source in self.unused.came_again)
@@ -287,6 +284,9 @@ class Spending:
         Args:
             spent: What was spent where the optimizer's new state was saved.
             optimizer: One of those counted here.
+
+        Raises:
+            UnsupportedError: the batches would be those of that run.
         """
         told, found = dict[str, History](spent["runs"]), False
         for run, history in told.items():
@@ -302,12 +302,11 @@ class Spending:
         if found:  # of which of their steps it is not known: all of it, though some may be counted
             self.accountant.failure_probability += spent.get("failure_probability", 0.0)
         if others - optimizer.run.resumed:
-            optimizer.run.resumed |= others
             steps = sum(map(steps_of, told.values()))
-            optimizer.noise.branch("resumed", steps, known=True)
             if isinstance(optimizer.run.loader, DPDataLoader):
-                sampler = optimizer.run.loader.sampler_state
-                sampler.seed = derived_seed(sampler.seed, "resumed", steps)
+                optimizer.run.loader.sampler_state.reseed("resumed", steps)
+            optimizer.run.resumed |= others
+            optimizer.noise.branch("resumed", steps, known=True)
 
     def check_continues(self, saved: Runs) -> None:
         """Refuse a file behind which this process has made steps, with noise that would be drawn again.

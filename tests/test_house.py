@@ -94,12 +94,14 @@ class Size:
 # 2026-11-28: five files of the harness cut in two, each half with its own imports.
 # Harness by 91, frameworks by 73 and tests by 16 for what each of several processes gives to collectives, holds and
 # computes, and Opake's DDP.
+# Dpcore by 124 and tests by 218 for samplers of a user's own whose lists are compared before a run goes on, rounds that
+# are open at once, and σ at the release; harness by 33 for a contestant's correlated noise on batches with gradients.
 LIMITS = {
-    "harness": Size(lines=39_799, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_524, long_classes=0, long_files=0),
+    "harness": Size(lines=39_832, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_648, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_527, long_classes=0, long_files=0),
-    "tests": Size(lines=58_023, long_classes=0, long_files=16),
+    "tests": Size(lines=58_241, long_classes=0, long_files=16),
 }
 
 

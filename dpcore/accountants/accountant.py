@@ -166,7 +166,7 @@ class IAccountant(ABC):
         return sum(steps for _, _, steps in self.history)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """A hook for ``DPOptimizer.attach_step_hook``: counts every step at the optimiser's current noise multiplier.
+        """A hook for ``DPOptimizer.attach_step_hook``: counts every step at the noise multiplier of its release.
 
         k batches accumulated into one step may contain the same example k times. Their noise, N(0, σ²), is the sum of k
         draws of N(0, σ²/k), so the step is what k steps with noise σ/√k release, or less.
@@ -174,7 +174,7 @@ class IAccountant(ABC):
 
         def hook(optimizer: Any) -> None:
             k = max(1, optimizer.logical_batch.batches)  # none where it is called behind a step
-            count(self, optimizer.noise_multiplier / k**0.5, sample_rate, k)
+            count(self, optimizer.logical_batch.noise_multiplier / k**0.5, sample_rate, k)
 
         return hook
 

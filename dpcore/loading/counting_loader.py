@@ -70,6 +70,16 @@ class CountingDataLoader(DataLoader[Any]):
 
     handed_out = 0
     """Number of batches so far."""
+    _seen: int | None = None
+
+    def see(self, number: int) -> None:
+        """Note that steps need none of the first ``number`` batches any more."""
+        self._seen = max(number, self._seen or 0)
+
+    @property
+    def waiting(self) -> int:
+        """How many batches were handed out behind the newest that a step has used, of whichever optimizer."""
+        return 0 if self._seen is None else self.handed_out - self._seen
 
     @property
     def source(self) -> Source:
@@ -77,7 +87,10 @@ class CountingDataLoader(DataLoader[Any]):
         return None
 
     def _begin(self) -> Any:
-        """Return what :meth:`_take` is given in the round that begins."""
+        """Return what :meth:`_take` and :meth:`_end` are given in the round that begins."""
+
+    def _end(self, begun: Any) -> None:
+        """Note that a round has ended or was left."""
 
     def _take(self, begun: Any) -> int | None:
         """Count a batch of a round; return its number among the sampler's draws, None where that is not known."""
@@ -85,8 +98,14 @@ class CountingDataLoader(DataLoader[Any]):
         return None
 
     def __iter__(self) -> Any:
-        collate, sampler, begun = self.collate_fn, self.batch_sampler, self._begin()
-        make = super().__iter__
+        begun = self._begin()
+        try:
+            yield from self._round(begun, super().__iter__)
+        finally:
+            self._end(begun)
+
+    def _round(self, begun: Any, make: Any) -> Iterator[Any]:
+        collate, sampler = self.collate_fn, self.batch_sampler
         # An iterator takes both when it is made. Neither may be seen by those who build a loader of their own of them,
         # nor by a class that changes batches in an __iter__ of its own.
         if self._auto_collation and make.__func__ is DataLoader.__iter__:  # type: ignore[attr-defined]

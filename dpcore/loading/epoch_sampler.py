@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import os
@@ -92,7 +93,8 @@ class EpochSampler(UniformWithReplacementSampler):
         self._begun: dict[str, None] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_dealt": None})
+        shared = {name: copy.copy(state[name]) for name in ("_names", "_begun")}
+        super().__setstate__({**state, "_dealt": None, **shared})
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         super().load_state_dict(state)

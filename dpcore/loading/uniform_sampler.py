@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, NoReturn
 
 import numpy as np
 import scipy
@@ -14,10 +16,12 @@ from torch.utils.data import Sampler
 
 from dpcore.arguments import check_number
 from dpcore.errors import UnsupportedError
-from dpcore.secret_seeds import check_seed, draw_seed
+from dpcore.secret_seeds import check_seed, derived_seed, draw_seed
 
 MANY_STEPS = 1 - 1e-12
 MOST_RULE = "it must be a whole number, at least 1"
+LISTS, EXAMPLES = 1000, 64
+"""The most lists, and the least examples in them, by which it is seen whether a subclass draws by its seed."""
 
 
 def steps_per_epoch(sample_rate: float) -> int:
@@ -75,7 +79,8 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
     drawn = 0
     """Lists that were drawn; of a subclass with an ``__iter__`` of its own it is not known."""
     _generator: torch.Generator | None = None
-    _generator_of: int | None = None  # the seed of which it was made
+    _generator_of: int | None = None  # the seed for which it was made or set
+    _is_reseeded = False
     _was_asked = False  # for its generator, whose numbers a state does not tell
 
     def __init__(
@@ -103,12 +108,13 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             self.seed = check_seed(seed)
         self.secure = secure
         self.max_batch_size = _checked_most(max_batch_size)
-        self._generator = generator
+        self._generator, self._generator_of = generator, self.seed
         self._left = 0
         self._resumed: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("seed", "_generator")}
+        secret = ("seed", "_generator", "_generator_of")
+        return {name: value for name, value in self.__dict__.items() if name not in secret}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Draw a secret seed in a copy: two models on the same batches spend more than two on their own."""
@@ -122,12 +128,13 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         Such a subclass may set it, and need not have called ``__init__``; None is one of a secret seed.
 
         Raises:
-            UnsupportedError: it was set, and the class draws lists that are functions of the seed.
+            UnsupportedError: it was set, and the class draws lists that are functions of the seed; or the run goes on
+                from another one's state.
         """
         if "seed" not in vars(self):
             draw_seed(self)
         self._was_asked = True
-        if self._generator is None or self._generator_of not in (None, self.seed):  # a forked process has another seed
+        if self._generator is None or self._generator_of != self.seed:  # of a forked process, or of a run that goes on
             self._generator, self._generator_of = torch.Generator().manual_seed(self.seed % 2**63), self.seed
         return self._generator
 
@@ -139,9 +146,14 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
                 "draw nothing. Pass generator= or seed= when the sampler is built; or override __iter__(), and draw "
                 "from self.generator there."
             )
-        self._generator, self._generator_of = generator, None
-        if generator is None:
+        if generator is not None and self._is_reseeded:
+            raise UnsupportedError(
+                f"The generator of a {type(self).__name__} was set in a run that goes on from the state of another, "
+                "whose batches it may draw again. Leave it out: self.generator is one of a seed of this run's own."
+            )
+        if generator is None or "seed" not in vars(self):
             draw_seed(self)
+        self._generator, self._generator_of = generator, self.seed
 
     def _has_own(self, *names: str) -> bool:
         """Return whether a class of the user's defines one of these."""
@@ -232,18 +244,59 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self._left = int(state["left"])
         self._resumed = self._left or None
 
+    def reseed(self, *names: Any) -> None:
+        """Draw other lists from now on, of a secret seed, or of one that follows from this one and ``names``.
+
+        Raises:
+            UnsupportedError: a subclass draws by itself, and would draw the same.
+        """
+        if not self._follows_seed():
+            self._refuse()
+        self._is_reseeded = True
+        if names and "seed" in vars(self):
+            self.seed = derived_seed(self.seed, *names)
+        else:
+            draw_seed(self)
+
+    def check_loads(self) -> None:
+        """Raise the error of :meth:`load_state_dict`, before anything is changed."""
+        if not self._has_own("load_state_dict"):
+            self._check_resumes(is_counted="steps" in vars(self))
+
     def _check_resumes(self, is_counted: bool) -> None:
-        """Refuse the state of a subclass whose lists it does not decide: another run would go on with others, unsaid.
+        """Refuse the state of a subclass whose lists it does not decide: another run would draw lists again, unsaid.
 
         ``is_counted``: whether an ``__iter__`` of its own may well be one around this class's.
         """
         by_generator = self._was_asked and self._has_own("__iter__", "draw")
-        if by_generator or (self._has_own("__iter__") and not is_counted):
-            raise UnsupportedError(
-                f"{type(self).__name__} draws its lists by itself, and how many it has drawn by which numbers is not "
-                "known, so a run cannot go on from a saved state with its batches. Override draw(k), as a function of "
-                "self.seed and k, in place of __iter__(); or override state_dict() and load_state_dict(), too."
-            )
+        if by_generator or (self._has_own("__iter__") and not is_counted) or not self._follows_seed():
+            self._refuse()
+
+    def _follows_seed(self) -> bool:
+        """Return whether lists of one seed are the same and those of another are others, or all have all examples."""
+        if self.sample_rate == 1.0 or not self._has_own("__iter__", "draw"):
+            return True
+        one, other, again = map(self._lists, (1, 2, 1))
+        return one != other and (one == again or self.secure)
+
+    def _lists(self, seed: int) -> list[str]:
+        """Return the first lists of a copy with another seed, as texts."""
+        made = copy.copy(self)
+        made.seed, made.drawn, made._resumed = seed, 0, None
+        found, examples = [], 0
+        for chosen in islice(made, LISTS):
+            found.append(repr(numbers := [*chosen]))
+            if (examples := examples + len(numbers)) >= EXAMPLES:
+                break
+        return found
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} draws its lists by itself, and how many it has drawn by which numbers is not "
+            "known, so a run that goes on from a saved state may use batches again, and epsilon takes all for fresh. "
+            "Override draw(k), as a function of self.seed and k, in place of __iter__(), with secure = True where its "
+            "numbers are the operating system's; or override state_dict(), load_state_dict() and reseed(), too."
+        )
 
 
 class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):

@@ -172,7 +172,7 @@ def admit(optimizer: Any) -> None:
     """Ask the guards, and name the noise of the step that is to be released."""
     for guard in optimizer.step_guards:
         guard(optimizer)
-    optimizer.logical_batch.check_noise(optimizer.noise_multiplier)  # the budget's guard has looked at it
+    optimizer.logical_batch.check(optimizer.noise_multiplier)  # the budget's guard has looked at it
     optimizer.run.name_noise(optimizer.noise, optimizer.steps)
     if optimizer.ranks is not None and optimizer.noise.has_addresses:
         optimizer.ranks.join_seed(optimizer.noise)

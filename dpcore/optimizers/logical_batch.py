@@ -53,7 +53,7 @@ class LogicalBatch:
     Without pieces, every backward pass is a batch of its own, and a step may add up several (``batches``).
     """
 
-    def __init__(self, accumulator: Accumulator) -> None:
+    def __init__(self, accumulator: Accumulator, noise_multiplier: float) -> None:
         self.accumulator = accumulator
         self.followed: WeakSet[Optimizer] = WeakSet()
         """Optimizers whose schedules wait while the batch goes on."""
@@ -61,6 +61,8 @@ class LogicalBatch:
         """True while the wrapped optimiser may step."""
         self.pieces = 0
         """How many were added in all."""
+        self.noise_multiplier = noise_multiplier
+        """That in force at the first piece of the newest batch, and at its release."""
         self._signalled = 0  # batches whose pieces were announced by signals
         self.discard()
         self._reset()
@@ -82,7 +84,6 @@ class LogicalBatch:
         self._left = False  # whether no more of its pieces can come
         self._rows = 0  # of its pieces so far
         self._bounds: tuple[float, ...] | None = None  # at which the sum was clipped
-        self._noise_multiplier: float | None = None  # in force at its first piece
         self._drawn = 0  # how many batches the loader had handed out at the last piece
 
     @property
@@ -145,8 +146,7 @@ class LogicalBatch:
             PrivacyError: bounds or noise are not those of the batch's earlier pieces.
             UnsupportedError: a parameter was turned in memory since those were added.
         """
-        self.check_bounds()
-        self.check_noise(noise_multiplier)
+        self.check(noise_multiplier)
         if not self.batches and not self.unfinished:
             self.accumulator.follow()
         elif self.accumulator.lies_otherwise:
@@ -156,7 +156,16 @@ class LogicalBatch:
                 "between optimizer steps."
             )
 
-    def check_bounds(self) -> None:
+    def check(self, noise_multiplier: float) -> None:
+        """Refuse noise and bounds other than those of the batch's first piece.
+
+        Raises:
+            PrivacyError: one of them was changed.
+        """
+        self._check_bounds()
+        self._check_noise(noise_multiplier)
+
+    def _check_bounds(self) -> None:
         """Refuse bounds other than those by which the sum was clipped: the noise is that of the bounds in force."""
         if self._bounds is not None and self._bounds != self.accumulator.bounds:
             raise PrivacyError(
@@ -166,15 +175,15 @@ class LogicalBatch:
             )
         self._bounds = self.accumulator.bounds
 
-    def check_noise(self, noise_multiplier: float) -> None:
+    def _check_noise(self, noise_multiplier: float) -> None:
         """Refuse noise by the number of pieces: it would tell how long the batch is, which the accountant ignores."""
-        if self._noise_multiplier not in (None, noise_multiplier):
+        if (self.batches or self.unfinished) and self.noise_multiplier != noise_multiplier:
             raise PrivacyError(
-                f"noise_multiplier was changed from {self._noise_multiplier:.6g} to {noise_multiplier:.6g} within a "
+                f"noise_multiplier was changed from {self.noise_multiplier:.6g} to {noise_multiplier:.6g} within a "
                 "logical batch: the noise would depend on the batch's length, which is private. Change it between "
                 "optimizer steps, so call a schedule's step() once per logical batch and not once per piece."
             )
-        self._noise_multiplier = noise_multiplier
+        self.noise_multiplier = noise_multiplier
 
     def add_piece(self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, given: Sequence[Tensor]) -> None:
         """Count a piece that was added to the sum.

@@ -56,8 +56,7 @@ class DPOptimizer(ClippingOptimizer):
         ValueError: a number is out of its range, or module and optimizer have different settings.
     """
 
-    # Makes torch's GradScaler show itself in step(), which refuses it.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # makes torch's GradScaler show itself in step(), which refuses it
 
     def __init__(
         self,
@@ -104,9 +103,8 @@ class DPOptimizer(ClippingOptimizer):
         self.stage: Literal["open", "prepared", "counted"] = "open"
         self.step_hooks: list[StepHook] = []
         self.step_guards: list[StepHook] = []
-        self.logical_batch = LogicalBatch(self.accumulator)
-        self._is_ready = False
-        """Whether a gradient was released that the wrapped optimiser has not applied."""
+        self.logical_batch = LogicalBatch(self.accumulator, sigma)
+        self._is_ready = False  # whether a gradient was released that the wrapped optimiser has not applied
         claim(self)
         refuse_foreign_steps()
         guard_inner(self)
@@ -143,12 +141,14 @@ class DPOptimizer(ClippingOptimizer):
 
         Raises:
             PrivacyError: nobody counts the steps of this optimizer.
+            UnsupportedError: the loader would draw batches of that run again.
         """
         for group in self.param_groups:
             if SPENT not in group:
                 continue
             checks.check_counts(self)
-            self.engine.take_over(group.pop(SPENT), self)
+            self.engine.take_over(group[SPENT], self)
+            del group[SPENT]  # not before: where it is refused, so is every step
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """ValueError where a state is that of an optimiser of another kind, whose settings this one does not have."""
@@ -197,7 +197,7 @@ class DPOptimizer(ClippingOptimizer):
         self.summed.take_changed()
         if self.module.ordinary_grad:
             self.summed.show(copies=True)
-        self.logical_batch.check_bounds()
+        self.logical_batch.check(self.noise_multiplier)  # a subclass may have changed it since the guards
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
         self.reduction.finish(Release.by(self, std, self.run.correlation), self.accumulator)
         self.count_step()  # before anything of the user's can see what the step releases

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dpcore.correlated import Correlation
+from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.ledger import Batch, Ledger, Source, name_of
 from dpcore.noise import GaussianNoise
 
@@ -47,9 +48,8 @@ class PrivateRun:
 
     ``name``: under which the steps are counted; another one after a checkpoint was loaded. ``resumed``: runs whose
     noise and batches this one leaves to them, though it goes on from their state. ``next_batch``: what another run of
-    the same checkpoint uses for the noise of the next step; None: there is no such run. ``batches_seen``: how many
-    batches the loader had handed out with that of the last step, which used ``batches_a_step``. ``correlation``: of its
-    noise over steps; None: each step's is its own.
+    the same checkpoint uses for the noise of the next step; None: there is no such run. ``batches_a_step``: of the last
+    step. ``correlation``: of its noise over steps; None: each step's is its own.
     """
 
     setting: dict[str, Any]
@@ -60,7 +60,6 @@ class PrivateRun:
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     resumed: set[str] = field(default_factory=set)
     next_batch: NextBatch | None = None
-    batches_seen: int = 0
     batches_a_step: int = 1
     correlation: Correlation | None = None
 
@@ -93,9 +92,10 @@ class PrivateRun:
 
     def conclude(self, batches: int) -> None:
         """Note that a step on so many batches was made."""
-        mine = self._used and self._used[-1].loader == name_of(self.loader)
-        seen = self._used[-1].number if mine else self.handed_out
-        self.batches_seen, self.batches_a_step = max(seen, self.batches_seen), batches
+        self.batches_a_step = batches
+        if isinstance(self.loader, CountingDataLoader):
+            mine = self._used and self._used[-1].loader == name_of(self.loader)
+            self.loader.see(self._used[-1].number if mine else self.handed_out)
 
     def expect(self, noise: GaussianNoise, step: int, following: NextBatch) -> None:
         """Let ``noise`` go on with batches that another run may use for it, too."""

@@ -76,7 +76,8 @@ class SummedGrads:
             )
         self._warn(
             f"{self.name}.add_noise() adds noise of its own. Epsilon is that of fresh normal noise of noise_multiplier "
-            f"* max_grad_norm = {optimizer.noise_multiplier} * {optimizer.max_grad_norm}; nobody checks that it is."
+            f"* max_grad_norm = {optimizer.logical_batch.noise_multiplier} * {optimizer.max_grad_norm}; nobody checks "
+            "that it is."
         )
         for param, key in self.accumulator.names.items():
             if param.grad is None:

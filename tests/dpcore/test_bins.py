@@ -347,6 +347,18 @@ def test_a_budget_for_epochs_holds_for_them_and_not_for_one_more(sampling):
     assert engine.get_epsilon(1e-3) <= 3.0
 
 
+def test_a_budget_knows_that_an_epoch_was_left_though_an_older_iterator_is_held():
+    """It was said to have room for as long as any iterator was held."""
+    engine, model, optimizer, made = private("shuffle", target_epsilon=3.0, target_delta=1e-3, epochs=2)
+    held = iter(made)
+    train(model, optimizer, [next(held)])
+    assert engine.within_budget(optimizer)
+    train(model, optimizer, made, 2)
+    assert not engine.within_budget(optimizer)
+    with pytest.raises(BudgetError):
+        train(model, optimizer, made, 1)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"sampling": "shuffle"}, {"sampling": None, "mechanism": CorrelatedNoise.previous(0.5)}],

@@ -530,3 +530,41 @@ def test_a_subclass_that_leaves_out_the_count_is_refused(kind, sentence, ordinar
         with pytest.raises(PrivacyError, match=sentence):
             optimizer.step()
     assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_what_another_optimizer_has_used_of_a_loader_is_not_drawn_again():
+    """A checkpoint with one of two optimizers drew the batches of the other again."""
+    run, resumed = _Run(), _Run()
+    net = nn.Linear(N + 4, 20, bias=False)
+    model, optimizer, loader = run.engine.make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=1.0),
+        data_loader=run.loader,
+        noise_multiplier=SIGMA,
+        max_grad_norm=C,
+        expected_batch_size=1.0,
+    )
+    rows = iter(loader)
+    run.train(next(rows))
+    for x, y in itertools.islice(rows, 2):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    resumed.load(run.save())
+    assert [x.tolist() for x, _ in resumed.loader] == [x.tolist() for x, _ in rows]
+
+
+def test_what_an_older_round_s_workers_drew_is_not_drawn_again():
+    """A checkpoint took it for what those of a newer round had drawn ahead."""
+    run, resumed = _Run(workers=1, sample_rate=0.1), _Run(sample_rate=0.1)
+    older = iter(run.loader)
+    run.train(next(older))
+    for batch in run.loader:
+        run.train(batch)
+        break
+    for _ in range(7):
+        run.train(next(older))
+    resumed.load(run.save())
+    for batch in resumed.loader:
+        resumed.train(batch)
+    assert not [used for used in resumed.batches if used and used in run.batches]

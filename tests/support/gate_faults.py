@@ -537,6 +537,17 @@ class MultiplierLost(Correlated):
         return 0.9 * drawn if self.made > 20 else drawn
 
 
+class RingForgottenOnGradients(Correlated):
+    """Steps with a gradient add fresh noise alone."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        rows = indices if mask is None else indices[mask]
+        sums = total(self.task, self.weights, self.x[rows], self.y[rows], self.setting.max_grad_norm)
+        if max(np.abs(value).max() for value in sums.values()) > 1e-3:
+            self.ring = []
+        super().step(indices, mask)
+
+
 class KeysCollide(Correlated):
     """The i-th tensor's key in a step is that of the tensor before in the next one."""
 
@@ -631,6 +642,7 @@ FAULTS = (
     Fault("correlated noise: the ring is one step too long", RingTooLong, STEPS, before="not tried"),
     Fault("correlated noise: the ring is lost after each epoch", RingLost, STEPS, before="not tried"),
     Fault("correlated noise: the multiplier is lost on resume", MultiplierLost, SPREAD, before="not tried"),
+    Fault("correlated noise: none is taken back beside gradients", RingForgottenOnGradients, REAL_NOISE),
     Fault("correlated noise: the keys of two tensors collide", KeysCollide, STEPS, "ffnn", before="not tried"),
     Fault("correlated noise that is not stated", SaysNothing, STEPS, before="not tried"),
     Fault("correlated noise that is only stated", OnlySaysSo, STEPS, before="not tried"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import correlation
 from harness.worker.gate import noise as gate_noise
 from harness.worker.gate.cases import TOLERANCE, Case
-from harness.worker.gate.check import Check, check, scored
+from harness.worker.gate.check import FINDING, Check, check, scored
 from harness.worker.gate.driver import NOISE_MULTIPLIER, Driver
 from harness.worker.gate.noise import Score
 
@@ -37,6 +37,9 @@ REAL_NOISE_MULTIPLIER = 0.02
 REAL_NOISE_CASES = ("some clipped", "none clipped", "all clipped", f"{gate_cases.MOST_ROWS} rows")
 REAL_NOISE_VALUES = 1_500
 """Values of noise that are looked at on every such batch, by as many seeds as that takes."""
+REAL_NOISE_STEPS = 4
+"""Steps on each such batch where noise is correlated over them: the later ones have what earlier ones leave."""
+STATED = f"{FINDING}its noise is correlated over steps, and judged by the factor that it states; "
 REPRODUCTION_LIMIT = 1e-6
 NOISE_CHECKS = (
     "mean 0",
@@ -76,8 +79,11 @@ def _noise_run(driver: Driver, seed: int, steps: int) -> tuple[np.ndarray, np.nd
         before = after
         if t == steady:
             largest = np.maximum(largest, np.abs(after))
-    column = correlation.factor(driver.adapter.noise_factor(steps), steps)
-    return correlation.white(found, column), np.spacing(largest.astype(np.float32)) / unit
+    return correlation.white(found, _factor(driver, steps)), np.spacing(largest.astype(np.float32)) / unit
+
+
+def _factor(driver: Driver, steps: int) -> np.ndarray | None:
+    return correlation.factor(driver.adapter.noise_factor(steps), steps)
 
 
 def noise_checks(driver: Driver) -> Iterator[Check]:
@@ -87,7 +93,8 @@ def noise_checks(driver: Driver) -> Iterator[Check]:
     mean, spread = gate_noise.moments(z, driver.slices)
     yield scored("noise: mean 0", mean)
     deviation = math.sqrt(np.square(z).mean(dtype=np.float64))
-    spread = dataclasses.replace(spread, where=f"{spread.where}; overall {deviation:.4f} of sigma C / B")
+    told = "" if _factor(driver, steps) is None else STATED
+    spread = dataclasses.replace(spread, where=f"{told}{spread.where}; overall {deviation:.4f} of sigma C / B")
     yield scored("noise: standard deviation sigma C / B", spread)
     for name, rows in (("empty batches", z[::2]), ("zero gradients", z[1:ALTERNATING_STEPS:2])):
         score = gate_noise.largest({name: gate_noise.spread_score(rows)})
@@ -120,7 +127,8 @@ def real_noise_check(driver: Driver) -> Iterator[Check]:
     """The update under little noise, less the float64 truth, is that noise: mean, spread, and no remainder in the
     direction of the update. Noise that follows the norms of the examples, or their number, does so here. Where
     products are rounded to fewer bits, that would drown the noise: there the same step without noise is taken off,
-    which another check has held against the truth."""
+    which another check has held against the truth. So it is off later steps, at their own weights, where noise is
+    correlated."""
     known = [*driver.cases.values(), *gate_cases.size_cases(driver.task, driver.reference)]
     cases = [case for case in known if case.name in REAL_NOISE_CASES]
     streams = range(1, 1 + math.ceil(REAL_NOISE_VALUES / driver.task.trained_count))
@@ -128,24 +136,48 @@ def real_noise_check(driver: Driver) -> Iterator[Check]:
     for case in cases:
         rows = case.batches[0]
         expected = driver.truth(case) if driver.task.precision == FLOAT32 else driver.single_step(rows)
-        steps = [noisy_step(driver, case, REAL_NOISE_MULTIPLIER, rows, stream) for stream in streams]
-        scores.append(residual(driver, case, REAL_NOISE_MULTIPLIER, steps, expected, len(cases)))
+        if _factor(driver, REAL_NOISE_STEPS) is None:
+            steps = np.stack([noisy_step(driver, case, REAL_NOISE_MULTIPLIER, rows, stream) for stream in streams])
+            noise = steps - expected
+        else:
+            runs = [_correlated_steps(driver, case, REAL_NOISE_MULTIPLIER, expected, stream) for stream in streams]
+            noise, expected = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+        scores.append(residual(driver, case, REAL_NOISE_MULTIPLIER, noise, expected, len(cases)))
     yield scored("noise: on real batches", gate_noise.worst(scores))
 
 
 def residual(
-    driver: Driver, case: Case, multiplier: float, steps: Sequence[np.ndarray], expected: np.ndarray, batches: int = 1
+    driver: Driver, case: Case, multiplier: float, noise: np.ndarray, expected: np.ndarray, batches: int = 1
 ) -> Score:
-    """Score what the displacements by noisy steps are beside the expected one; ``batches``: how many such scores a
-    check takes."""
+    """Score what the displacements by noisy steps are beside the expected ones, or the one of all; ``batches``: how
+    many such scores a check takes."""
     unit = case.learning_rate / (case.batch_size * case.repeats) * multiplier * case.max_grad_norm
-    z = (np.stack(steps) - expected) / unit
-    direction = expected / np.linalg.norm(expected)
-    along = float((z @ direction).sum() / math.sqrt(len(z)))
+    z = noise / unit
+    directions = expected / np.linalg.norm(expected, axis=-1, keepdims=True)
+    along = float((z * directions).sum() / math.sqrt(len(z)))
     mean, spread = gate_noise.moments(z, driver.slices, 3 * batches)
     score = gate_noise.worst([mean, spread, gate_noise.largest({"along the update": along}, 3 * batches)])
     rows = len(case.batches[0]) * case.repeats
     return dataclasses.replace(score, where=f"sigma {multiplier:g}, {case.name}, {rows} rows; {score.where}")
+
+
+def _correlated_steps(
+    driver: Driver, case: Case, multiplier: float, expected: np.ndarray, stream: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (noise made white, updates without it), [steps, parameters], of a run on the rows of one batch: the first
+    update as it is expected, and those of later weights as the adapter itself computes them."""
+    rows, weights = case.batches[0], [driver.starts[case.saturated]]
+    updates, values = [expected], []
+    noisy_step(driver, case, multiplier, rows, stream)
+    for _ in range(REAL_NOISE_STEPS - 1):
+        values.append({name: np.array(value) for name, value in driver.adapter.parameters().items()})
+        weights.append(driver.weights())
+        driver.step(rows, case.repeats)
+    weights.append(driver.weights())
+    scale = case.learning_rate / (case.batch_size * case.repeats)
+    updates += [scale * driver.sum_at(v, driver.batch(rows, case.repeats), case.max_grad_norm) for v in values]
+    noise = -np.diff(weights, axis=0) - np.stack(updates)
+    return correlation.white(noise, _factor(driver, REAL_NOISE_STEPS)), np.stack(updates)
 
 
 def noisy_step(driver: Driver, case: Case, multiplier: float, rows: np.ndarray, stream: int = 0) -> np.ndarray:
@@ -192,5 +224,6 @@ class LargeBatch:
     def noise(self) -> Iterator[Check]:
         """Of a batch in several pieces noise is added once, and added."""
         expected = self.driver.truth(self.case)
-        score = residual(self.driver, self.case, NOISE_MULTIPLIER, [self._with_noise()], expected)
+        noise = self._with_noise()[None] - expected
+        score = residual(self.driver, self.case, NOISE_MULTIPLIER, noise, expected)
         yield scored("noise: on a large batch", score)
