@@ -1,8 +1,10 @@
 """Noise that is correlated over steps (DP-FTRL, the matrix mechanism): what a step adds, later steps partly take back.
 
 Step t gets z_t + w_1 z_(t-1) + ... + w_(p-1) z_(t-p+1), with independent z and weights w <= 0: the noise C⁻¹z of a
-lower triangular Toeplitz matrix C⁻¹, whose first column is (1, w_1, ...). Noise has addresses here
-(:mod:`dpcore.noise`), so that z of earlier steps is drawn again, and no gradient is kept.
+lower triangular Toeplitz matrix C⁻¹, whose first column is (1, w_1, ...). Or C has the bands (1, c_1, ..., c_(p-1)),
+and step t gets y_t = z_t - c_1 y_(t-1) - ... - c_(p-1) y_(t-p+1). Noise has addresses here (:mod:`dpcore.noise`) and
+does not depend on the data, so that it is made for some steps at once, in a cache, where z of a few earlier ones is
+drawn again. Only noise is kept, never a gradient.
 
 What it costs. A run is one Gaussian mechanism for C x, x the clipped sums of all its steps, also where they depend on
 what was released before (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1). Batches are those of a fixed cycle: every
@@ -15,16 +17,27 @@ no more, for whichever s: what an example would have added there is free, so let
 there; then d_t <= v_(t-s) elsewhere by induction, for d_t = x_t - w_1 d_(t-1) - ... and no -w is negative, and
 v_(t+b) >= v_t lets a round, shifted by s, cost no more than itself.
 
-Weights: Kalinin, Upadhyay and Lampert 2025 (arXiv:2505.12128) for :meth:`CorrelatedNoise.square_root`.
+Where C is banded, a round must have p batches or more. Then no two gradients of an example meet in a row of C x, which
+moves by the root of the sum of their squares times ‖c‖ (Choquette-Choo et al. 2023, arXiv:2306.08153): S_r is ‖c‖². And
+batches of which nothing was released cost nothing: let what is added there be zero.
+
+Weights: Kalinin, Upadhyay and Lampert 2025 (arXiv:2505.12128) for :meth:`CorrelatedNoise.square_root`, Kalinin and
+Lampert 2024 (arXiv:2405.13763) for :meth:`CorrelatedNoise.banded`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from dpcore import native
 from dpcore.arguments import check_number
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.loading.epoch_sampler import CYCLE
@@ -32,6 +45,7 @@ from dpcore.loading.ledger import Batch, name_of
 from dpcore.noise import GaussianNoise
 
 MOST_BANDS = 1000
+_PIECE = {"cpu": 2**15, "cuda": 2**22}
 
 
 @dataclass(frozen=True)
@@ -41,19 +55,29 @@ class CorrelatedNoise:
     Args:
         weights: 1, and by how much of the noise of the step before, of the one before that and so on a step's noise is
             less: none is positive, and they add up to 0 or more.
+        is_banded: Whether the weights are the bands of C in place of its inverse: each is less than the one before and
+            above 0, and a round has as many batches at least.
 
     Raises:
         ValueError: they are no such numbers.
     """
 
     weights: tuple[float, ...]
+    is_banded: bool = False
 
     def __post_init__(self) -> None:
         try:
             weights = tuple(float(weight) for weight in self.weights)
         except (TypeError, ValueError):
             weights = ()
-        if not weights or weights[0] != 1.0 or not all(-1.0 <= w <= 0.0 for w in weights[1:]) or sum(weights) < 0.0:
+        if self.is_banded:
+            # So that all roots of the recursion lie inside the unit circle (Eneström and Kakeya), and no noise grows.
+            if weights[:1] != (1.0,) or not all(a > b > 0.0 for a, b in itertools.pairwise(weights)):
+                raise ValueError(
+                    f"The weights are {self.weights}; of a banded matrix the first one must be 1 and each of the "
+                    "others less than the one before and above 0. CorrelatedNoise.banded(8) makes such weights."
+                )
+        elif not weights or weights[0] != 1.0 or not all(-1.0 <= w <= 0.0 for w in weights[1:]) or sum(weights) < 0.0:
             raise ValueError(
                 f"The weights are {self.weights}; the first one must be 1, the others must lie in [-1, 0], and their "
                 "sum must not be below 0. CorrelatedNoise.previous(0.9) and .square_root(4) make such weights."
@@ -90,6 +114,28 @@ class CorrelatedNoise:
             weights.append(weights[-1] * (k - 1.5) / k)
         return cls(tuple(weights))
 
+    @classmethod
+    def banded(cls, bands: int) -> CorrelatedNoise:
+        """Return the matrix of the first ``bands`` weights of the square root of the prefix sums, (1 - x)^(-1/2).
+
+        Args:
+            bands: 1 to 1000, and no more than a round has batches. The noise of so many steps is kept, less one.
+
+        Raises:
+            ValueError: it is no such number.
+        """
+        rule = f"it must be a whole number from 1 to {MOST_BANDS}: the noise of so many steps is kept, less one"
+        count = int(check_number("bands", bands, lambda p: 1 <= p <= MOST_BANDS and p % 1 == 0, rule))
+        weights = [1.0]
+        for k in range(1, count):
+            weights.append(weights[-1] * (k - 0.5) / k)
+        return cls(tuple(weights), is_banded=True)
+
+    @property
+    def taken_back(self) -> tuple[float, ...]:
+        """Factors of what the last steps have drawn, the latest first, or, if banded, of the noise that they had."""
+        return tuple(-weight if self.is_banded else weight for weight in self.weights[1:])
+
     def responses(self, cycle: int, steps: int) -> list[float]:
         """Return v, how far the sums of the steps move in C x for an example of the batches 0, b, 2b and so on.
 
@@ -97,6 +143,8 @@ class CorrelatedNoise:
             cycle: b, the batches of a round.
             steps: How many steps.
         """
+        if self.is_banded:
+            return [math.fsum(self.weights[t % cycle : t + 1 : cycle]) for t in range(steps)]
         moved: list[float] = []
         for t in range(steps):
             back = sum(-w * moved[t - j] for j, w in enumerate(self.weights[1 : t + 1], 1))
@@ -109,7 +157,15 @@ class CorrelatedNoise:
         Args:
             cycle: The batches of a round.
             rounds: How many rounds.
+
+        Raises:
+            UnsupportedError: the matrix has more bands than a round has batches.
         """
+        if self.is_banded and cycle < len(self.weights):
+            raise UnsupportedError(
+                f"The mechanism has {len(self.weights)} bands, and a round {cycle} batches: what banded noise costs is "
+                "known where a round has as many batches at least. Take fewer bands, or smaller batches."
+            )
         moved = self.responses(cycle, cycle * rounds)
         # Upwards, as far as the sums of many numbers may be rounded.
         return [math.fsum(v * v for v in moved[r * cycle : (r + 1) * cycle]) * (1 + 1e-12) for r in range(rounds)]
@@ -134,7 +190,13 @@ class Correlation:
     counted: int = -1
     """The last round that was counted."""
     _stream: bytes | None = None
+    _ahead: dict[int, tuple[int, Tensor]] = field(default_factory=dict, repr=False)
+    """By address: noise over its deviation that was made at once, a row for each step from the number before it on."""
     _costs: list[float] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Noise of steps to come is as secret as its seed, which a file or a copy does not get either.
+        return {**self.__dict__, "_ahead": {}}
 
     def check(self, optimizer: Any) -> None:
         """Look at the step at hand before anything of it is released, and number it.
@@ -171,8 +233,8 @@ class Correlation:
             return False
         return used[0].loader == name_of(loader) and used[0].draw > self.last
 
-    def release(self, noise: GaussianNoise) -> tuple[int, tuple[float, ...]]:
-        """Return the number of the step at hand, and the weights of its own and of earlier noise.
+    def release(self, noise: GaussianNoise) -> int:
+        """Return the number of the step at hand, which gets noise of this source.
 
         Raises:
             PrivacyError: earlier noise was of another stream, or cannot be drawn again.
@@ -185,7 +247,26 @@ class Correlation:
                 "Nothing was released. Go on by engine.load_checkpoint, or make the model private anew."
             )
         self._stream, self.last = stream, self.step
-        return self.step, self.mechanism.weights[: self.step + 1]
+        return self.step
+
+    def noise_of(self, noise: GaussianNoise, step: int, start: int, like: Tensor) -> Tensor:
+        """Return the noise of a step over its deviation: [n], for the numbers from the address ``start`` on.
+
+        The same bits whatever was made before: where nothing is left of it, all is made again.
+        """
+        factors, is_banded = self.mechanism.taken_back, self.mechanism.is_banded
+        first, rows = self._ahead.pop(start, (0, None))
+        if rows is not None and (rows.shape[1] != like.numel() or rows.dtype != like.dtype or step < first):
+            rows = None
+        if rows is None or step >= first + len(rows):
+            goes_on = is_banded and rows is not None
+            begin = first + len(rows) if goes_on and rows is not None else 0 if is_banded else step - len(factors)
+            if rows is None:
+                rows = like.new_empty((len(factors) if is_banded else _rows_for(like, len(factors)), like.numel()))
+            _fill(rows, noise, range(max(0, begin), step + len(rows)), start, factors, is_banded, goes_on)
+            first = step
+        self._ahead[start] = first, rows
+        return rows[step - first]
 
     def cost(self, step: int) -> float:
         """Return what the step adds: what all rounds cost, up to its own, that were not counted before.
@@ -209,11 +290,56 @@ class Correlation:
         """Go on behind the steps of a state, of a run whose noise is ``noise``."""
         self.last, self.batches = state["last"], state["batches"]
         self.counted, self._stream = self.last // self.cycle, noise.name(0)
+        self._ahead.clear()
+
+
+def _rows_for(like: Tensor, back: int) -> int:
+    """Return for how many steps to make noise at once, ``back`` of which are drawn again: a quarter of free memory.
+
+    At most twice as many as are drawn again: more save few draws, and wait longer for memory.
+    """
+    most, bytes_ = 2 * back, max(1, like.numel() * like.element_size())
+    if like.is_cuda:
+        free = torch.cuda.mem_get_info(like.device)[0]
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        free = 4 * most * bytes_
+    return max(1, min(most, free // 4 // bytes_))
+
+
+def _fill(
+    rows: Tensor,
+    noise: GaussianNoise,
+    steps: range,
+    start: int,
+    factors: Sequence[float],
+    is_banded: bool,
+    goes_on: bool,
+) -> None:
+    """Set the rows to the noise of the last ``steps``; before them there is none, or it ``goes_on`` behind the rows."""
+    if native.serves(rows):
+        names = b"".join(map(noise.name, steps))
+        return native.fill_mixed(rows, names, factors, start, is_banded, goes_on)
+    piece = _PIECE.get(rows.device.type, _PIECE["cpu"])
+    for at in range(0, rows.shape[1], piece):
+        part = rows[:, at : at + piece]
+        past = list(part[-len(factors) :].clone()) if goes_on else []
+        for step in steps:
+            fresh = noise.fill_(torch.empty_like(part[0]), 1.0, step, start + at)
+            mixed = fresh.clone()
+            for factor, before in zip(factors, reversed(past), strict=False):
+                mixed.add_(before, alpha=factor)
+            past = [*past, mixed if is_banded else fresh][-len(factors) :]
+            if step >= steps.stop - len(rows):
+                part[step - steps.stop].copy_(mixed)
+    return None
 
 
 def correlate(optimizer: Any, mechanism: CorrelatedNoise | None, cycle: int) -> None:
     """Let the steps of ``optimizer`` have correlated noise, over a round of so many batches."""
     if mechanism is not None:
+        mechanism.costs(cycle, 1)  # or an error
         optimizer.run.setting["mechanism"] = repr(mechanism)
         optimizer.run.correlation = Correlation(mechanism, cycle)
         optimizer.attach_step_guard(optimizer.run.correlation.check)

@@ -35,15 +35,16 @@ class Release:
     noise: GaussianNoise
     std: float
     step: int
-    weights: tuple[float, ...] = (1.0,)
-    """Factors of the step's own noise, and of that of the steps before (:mod:`dpcore.correlated`)."""
+    correlation: Correlation | None = None
+    """What ties the noise of a step to that of others, if anything does."""
 
     @classmethod
     def by(cls, user: Any, std: float, correlation: Correlation | None = None) -> Release:
         """Return the next release of ``user``, an engine or an optimizer; PrivacyError where its noise is another's."""
         user.noise.serve(user)
         if correlation is not None:
-            return cls(user.noise, std, *correlation.release(user.noise))
+            step = correlation.release(user.noise)
+            return cls(user.noise, std, step, correlation if correlation.mechanism.taken_back else None)
         return cls(user.noise, std, user.steps)
 
     def begin(self, sums: Sums) -> None:
@@ -61,7 +62,11 @@ class Release:
 
     def add(self, sums: Sums) -> None:
         """Add all of the noise."""
-        if self.noise.has_addresses:
+        if self.correlation is not None:
+            for start, part in sums.by_address():
+                noise = self.correlation.noise_of(self.noise, self.step, start, part)
+                part.add_(noise.view(part.shape), alpha=self.std)
+        elif self.noise.has_addresses:
             self.add_share(sums, 0, 1)
         else:
             self.noise.add_(sums.flat, self.std, self.step)
@@ -70,10 +75,6 @@ class Release:
         """Add the noise of the numbers of ``sums`` that are number ``rank`` of ``size`` shares of them."""
         count = len(sums.flat)
         first, last = rank * count // size, (rank + 1) * count // size
-        for back, weight in enumerate(self.weights):
-            self._add_share(sums, first, last, weight * self.std, self.step - back)
-
-    def _add_share(self, sums: Sums, first: int, last: int, std: float, step: int) -> None:
         passed = 0
         for start, part in sums.by_address():
             at, end = (min(max(place - passed, 0), part.numel()) for place in (first, last))
@@ -81,8 +82,8 @@ class Release:
             if at == end:
                 continue
             if part.dim() == 1:
-                self.noise.add_(part[at:end], std, step, start + at)
+                self.noise.add_(part[at:end], self.std, self.step, start + at)
             else:
                 noise = torch.zeros(part.numel(), dtype=part.dtype, device=part.device)
-                self.noise.fill_(noise[at:end], std, step, start + at)
+                self.noise.fill_(noise[at:end], self.std, self.step, start + at)
                 part.add_(noise.view(part.shape))

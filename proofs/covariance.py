@@ -24,8 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import CorrelatedNoise, PrivacyEngine
-from dpcore.correlated import Correlation
+from dpcore import CorrelatedNoise, PrivacyEngine, correlated
 from harness.worker.gate import correlation
 from harness.worker.gate import noise as gate_noise
 
@@ -36,12 +35,16 @@ MECHANISMS = {
     "previous(0.9)": CorrelatedNoise.previous(0.9),
     "square_root(4)": CorrelatedNoise.square_root(4),
     "square_root(8)": CorrelatedNoise.square_root(8),
+    "banded(8)": CorrelatedNoise.banded(8),
 }
 
 
-def factor(weights: Sequence[float], steps: int) -> np.ndarray:
-    """Return the first column of F, by the series of its inverse's."""
-    column = np.zeros(steps)
+def factor(mechanism: CorrelatedNoise, steps: int) -> np.ndarray:
+    """Return the first column of F: the bands, or by the series of its inverse's."""
+    weights, column = mechanism.weights, np.zeros(steps)
+    if mechanism.is_banded:
+        column[: len(weights)] = weights[:steps]
+        return column
     column[0] = 1.0
     for t in range(1, steps):
         near = np.array(weights[1 : t + 1])
@@ -105,30 +108,37 @@ def judged(noise: np.ndarray, slices: Mapping[str, slice], column: np.ndarray) -
     return {"passed": all(score.passed for score in found.values()), "scores": scores}
 
 
-def weights_of(change: Any) -> Any:
-    """Return a stand-in for ``Correlation.release`` that gives a step other weights."""
-    release = Correlation.release
+def fills(change: Any) -> Any:
+    """Return a stand-in for what makes noise, whose steps and factors are changed."""
+    fill = correlated._fill
 
-    def changed(self: Correlation, noise: Any) -> tuple[int, tuple[float, ...]]:
-        step, weights = release(self, noise)
-        return step, change(step, weights)
+    def changed(rows: Any, noise: Any, steps: range, start: int, factors: Sequence[float], *how: bool) -> None:
+        steps, factors, share = change(steps, factors)
+        fill(rows, noise, steps, start, factors, *how)
+        rows.mul_(share)
 
-    return mock.patch.object(Correlation, "release", changed)
+    return mock.patch.object(correlated, "_fill", changed)
 
 
 def faults(steps: int) -> dict[str, Any]:
-    """Return, by their names, changes of a step's weights that the scores have to reject."""
+    """Return, by their names, changes of steps, factors and size of noise that the scores have to reject."""
     half = steps // 2
-    inverse = factor(MECHANISMS["square_root(4)"].weights, steps)
+    inverse = tuple(factor(MECHANISMS["square_root(4)"], steps)[1:4])
     return {
-        "the factor in place of its inverse": lambda step, weights: tuple(inverse[: len(weights)]),
-        "the ring is read backwards": lambda step, weights: (1.0, *weights[:0:-1]),
-        "the ring is one step too short": lambda step, weights: weights[:3],
-        "the ring is one step too long": lambda step, weights: (*weights, -0.0390625) if step > 3 else weights,
-        "the ring is lost on resume": lambda step, weights: weights[: step - half + 1] if step >= half else weights,
-        "the multiplier is lost on resume": lambda step, weights: (
-            tuple(w / SIGMA for w in weights) if step >= half else weights
+        "the factor in place of its inverse": lambda at, back: (at, inverse, 1),
+        "the ring is read backwards": lambda at, back: (at, back[::-1], 1),
+        "the ring is one step too short": lambda at, back: (at, back[:2], 1),
+        "the ring is one step too long": lambda at, back: (
+            range(max(0, at.start - 1), at.stop),
+            (*back, -0.0390625),
+            1,
         ),
+        "the ring is lost on resume": lambda at, back: (
+            range(half if at.start < half < at.stop - 1 else at.start, at.stop),
+            back,
+            1,
+        ),
+        "the multiplier is lost on resume": lambda at, back: (at, back, 1 / SIGMA if at.stop > half + 8 else 1),
     }
 
 
@@ -136,11 +146,11 @@ def proof(steps: int) -> dict[str, Any]:
     """Return the verdicts on dpcore's mechanisms, and on faults in one of them."""
     result: dict[str, Any] = {"steps": steps, "mechanisms": {}, "faults": {}}
     for name, mechanism in MECHANISMS.items():
-        result["mechanisms"][name] = judged(*released(mechanism, steps), factor(mechanism.weights, steps))
+        result["mechanisms"][name] = judged(*released(mechanism, steps), factor(mechanism, steps))
     mechanism = MECHANISMS["square_root(4)"]
-    column = factor(mechanism.weights, steps)
+    column = factor(mechanism, steps)
     for name, change in faults(steps).items():
-        with weights_of(change):
+        with fills(change):
             result["faults"][name] = judged(*released(mechanism, steps), column)
     return result
 

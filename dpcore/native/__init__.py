@@ -400,6 +400,22 @@ def put_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) 
     torch.autograd.graph.increment_version(target)
 
 
+def fill_mixed(
+    rows: Tensor, names: bytes, factors: Sequence[float], start: int, feeds_back: bool, goes_on: bool
+) -> None:
+    """Set rows [K, n] to the mixed noise of the last K of the steps whose streams have these ``names``.
+
+    A step's is its own numbers from ``start`` on, plus factors[j] times those of the step j + 1 before it, or, where it
+    ``feeds_back``, times that step's mixed noise. Before the first step there was none, or it ``goes_on`` behind what
+    the rows hold, at least as many as there are factors.
+    """
+    words = torch.frombuffer(bytearray(names), dtype=torch.uint8)
+    by = torch.tensor(factors, dtype=torch.float32, device="cpu")
+    sizes = (len(names) // 16, len(by), *rows.shape, start, int(feeds_back), int(goes_on), torch.get_num_threads())
+    _call("dpcore_fill_mixed", (words, by, rows), sizes)
+    torch.autograd.graph.increment_version(rows)
+
+
 def add_normals_to_rows(target: Tensor, deviations: Tensor, name: bytes, rows: Tensor, start: int) -> None:
     """target[i, j] += deviations[i] * (number start + rows[i] * width + j of the stream), as :mod:`dpcore.normals`.
 

@@ -232,6 +232,66 @@ extern "C" void dpcore_fill_normals(
     put<false>(name, target, start, count, threads, deviation);
 }
 
+// rows[k, i] is m(steps - kept + k), of m(s) = z(s) + factors[0] p(s - 1) + ... + factors[back - 1] p(s - back), where z(s)
+// is number start + i of the stream names[s] (four words), and p is z, or m where noise feeds back. Before the first step
+// p is zero, or what the last rows hold where it goes on behind them.
+extern "C" void dpcore_fill_mixed(
+    const uint32_t* names,
+    const float* factors,
+    float* rows,
+    int64_t steps,
+    int64_t back,
+    int64_t kept,
+    int64_t count,
+    int64_t start,
+    int64_t feeds_back,
+    int64_t goes_on,
+    int64_t threads) {
+    if (count <= 0) return;
+    const int64_t first = start / BLOCK, stop = start + count;
+    by_threads((stop - 1) / BLOCK + 1 - first, BLOCKS_A_THREAD / 8, threads, [&](int64_t from, int64_t to) {
+        const int64_t places = back + 1;
+        Zeros<Block> memory(places + 2);
+        Block* past = (Block*)((uintptr_t(memory.data()) + 63) / 64 * 64);  // step s has the place s % places
+        Block& mixed = past[places];
+        for (int64_t block = first + from; block < first + to; ++block) {
+            const int64_t place = std::max(start, block * BLOCK), end = std::min(stop, (block + 1) * BLOCK);
+            const int64_t in = place % BLOCK, low = in / LANES * LANES, high = end - block * BLOCK;
+            const bool is_whole = end - place == BLOCK;
+            float* out = rows + (place - start);
+            std::memset(past, 0, size_t(places) * sizeof(Block));
+            for (int64_t j = 1; goes_on && j <= back; ++j)
+                std::memcpy(past[places - j].words + in, out + (kept - j) * count, size_t(end - place) * sizeof(float));
+            for (int64_t s = 0; s < steps; ++s) {
+                Block& now = past[s % places];
+                if (is_whole)
+                    draw_whole(Stream(names + 4 * s), block, now);
+                else
+                    draw_part(Stream(names + 4 * s), block, in, high, now);
+                const bool is_kept = s >= steps - kept;
+                if (!is_kept && !feeds_back) continue;
+                float* row = out + (s - steps + kept) * count;
+                for (int64_t lane = low; lane < high; lane += LANES) {
+                    Normals* z = (Normals*)(now.words + lane);
+                    V sum[TOGETHER];
+                    EACH sum[n] = z[n];
+                    for (int64_t j = 0, at = s % places; j < back; ++j) {
+                        at = at ? at - 1 : back;
+                        const Normals* before = (const Normals*)(past[at].words + lane);
+                        EACH sum[n] += factors[j] * before[n];
+                    }
+                    if (feeds_back) EACH z[n] = sum[n];
+                    if (is_kept && is_whole)
+                        EACH ((Unaligned*)(row + lane))[n] = sum[n];
+                    else
+                        EACH ((Normals*)(mixed.words + lane))[n] = sum[n];
+                }
+                if (is_kept && !is_whole) std::memcpy(row, mixed.words + in, size_t(end - place) * sizeof(float));
+            }
+        }
+    });
+}
+
 // target[i, j] += deviations[i] * number start + rows[i] * width + j, for ``count`` different rows in ascending order.
 extern "C" void dpcore_add_normals_to_rows(
     const uint32_t* name,

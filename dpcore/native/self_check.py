@@ -121,6 +121,14 @@ def _normals(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
     of_rows = torch.zeros(4, 19)
     normals.add_to_rows(of_rows, deviations, name, rows, 300)
     yield "add_normals_to_rows", found, of_rows
+    names = [name, name[::-1], name[8:] + name[:8]]
+    words = torch.tensor(list(b"".join(names)), dtype=torch.uint8)
+    z, factors = torch.stack([normals.normals(one, count, start) for one in names]), torch.tensor([-0.5, -0.25])
+    for feeds_back in (0, 1):
+        found, second = torch.full((2, count), float("nan")), z[1] - 0.5 * z[0]
+        call("dpcore_fill_mixed", (words, factors, found), 3, 2, 2, count, start, feeds_back, 0, 1)
+        third = z[2] - 0.5 * (second if feeds_back else z[1]) - 0.25 * z[0]
+        yield "fill_mixed", found, torch.stack([second, third])
 
 
 def _lstm(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:

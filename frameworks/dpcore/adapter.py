@@ -20,14 +20,18 @@ from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
 from harness.contract import NO_OWN_LOOP, PARALLEL, Adapter, Setting, Unsupported
 from harness.tasks import Task
 
-MECHANISMS = {"previous": CorrelatedNoise.previous(0.9), "square-root": CorrelatedNoise.square_root(8)}
+MECHANISMS = {
+    "previous": CorrelatedNoise.previous(0.9),
+    "square-root": CorrelatedNoise.square_root(8),
+    "banded": CorrelatedNoise.banded(8),
+}
 
 
 def create(variant: str) -> Adapter:
     """``native``: with the kernels, as the wheel has them. ``engine``: pure torch, as the wheel without kernels is.
     ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile. ``loop``: what ``make_private``
-    hands out, in the loop that its users write; ``ddp`` and ``fsdp2``: the same in several processes; ``previous`` and
-    ``square-root``: the same with noise that is correlated over steps."""
+    hands out, in the loop that its users write; ``ddp`` and ``fsdp2``: the same in several processes; ``previous``,
+    ``square-root`` and ``banded``: the same with noise that is correlated over steps."""
     if variant in PARALLEL:
         from frameworks._shared.torch.ranks import Lead
         from frameworks.dpcore.ranked import Ranked

@@ -14,12 +14,23 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpcore
-from dpcore import BudgetError, CorrelatedNoise, GaussianNoise, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import (
+    BudgetError,
+    CorrelatedNoise,
+    GaussianNoise,
+    PrivacyEngine,
+    PrivacyError,
+    UnsupportedError,
+    correlated,
+    normals,
+)
 from dpcore.accountants import PRVAccountant, RDPAccountant
+from dpcore.correlated import Correlation
 
 MECHANISMS = {
     "previous": CorrelatedNoise.previous(0.9),
     "square root": CorrelatedNoise.square_root(4),
+    "banded": CorrelatedNoise.banded(3),
     "independent": CorrelatedNoise.previous(0.0),
 }
 
@@ -45,8 +56,8 @@ def steps(model, optimizer, loader):
 
 def matrix(mechanism, n):
     """C of n steps."""
-    inverse = sum(w * np.eye(n, k=-j) for j, w in enumerate(mechanism.weights[:n]))
-    return np.linalg.inv(inverse)
+    stated = sum(w * np.eye(n, k=-j) for j, w in enumerate(mechanism.weights[:n]))
+    return stated if mechanism.is_banded else np.linalg.inv(stated)
 
 
 def moved_most(mechanism, cycle, rounds, released):
@@ -55,14 +66,18 @@ def moved_most(mechanism, cycle, rounds, released):
     return max(float((c[:, first::cycle].sum(1) ** 2).sum()) for first in range(cycle))
 
 
-mechanisms = st.one_of(
-    st.floats(0.0, 0.99).map(CorrelatedNoise.previous), st.integers(1, 9).map(CorrelatedNoise.square_root)
-)
+def mechanisms(cycle):
+    return st.one_of(
+        st.floats(0.0, 0.99).map(CorrelatedNoise.previous),
+        st.integers(1, 9).map(CorrelatedNoise.square_root),
+        st.integers(1, cycle).map(CorrelatedNoise.banded),
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(mechanisms, st.integers(1, 8), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_rounds_cost_what_the_matrix_says_and_parts_of_rounds_no_more(mechanism, cycle, rounds, random):
+@given(st.data(), st.integers(1, 8), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_rounds_cost_what_the_matrix_says_and_parts_of_rounds_no_more(data, cycle, rounds, random):
+    mechanism = data.draw(mechanisms(cycle))
     costs = mechanism.costs(cycle, rounds)
     whole = moved_most(mechanism, cycle, rounds, [*range(cycle * rounds)])
     assert sum(costs) == pytest.approx(whole, rel=1e-9) and sum(costs) >= whole * (1 - 1e-12)
@@ -72,14 +87,67 @@ def test_rounds_cost_what_the_matrix_says_and_parts_of_rounds_no_more(mechanism,
 
 
 @settings(max_examples=30, deadline=None)
-@given(mechanisms, st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_no_gradients_of_an_example_move_more(mechanism, cycle, rounds, seed):
+@given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_no_gradients_of_an_example_move_more(data, cycle, rounds, seed):
+    mechanism = data.draw(mechanisms(cycle))
     rng = np.random.default_rng(seed)
     c = matrix(mechanism, cycle * rounds)
     gradients = rng.standard_normal((rounds, 3))
     gradients /= np.maximum(1.0, np.linalg.norm(gradients, axis=1, keepdims=True))
     moved = c[:, rng.integers(cycle) :: cycle] @ gradients
     assert (moved**2).sum() <= sum(mechanism.costs(cycle, rounds)) * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_what_is_released_of_some_steps_tells_no_more_than_their_rounds_cost(data, cycle, rounds, seed):
+    """By the covariance of the noise of the released steps alone, for gradients that need not point the same way."""
+    mechanism, rng = data.draw(mechanisms(cycle)), np.random.default_rng(seed)
+    inverse = np.linalg.inv(matrix(mechanism, cycle * rounds))
+    kept = np.flatnonzero(rng.random(cycle * rounds) < rng.random()).tolist() or [0]
+    covariance = (inverse @ inverse.T)[np.ix_(kept, kept)]
+    costs = mechanism.costs(cycle, rounds)
+    charged = sum(costs[r] for r in {t // cycle for t in kept})
+    for first in range(cycle):
+        gradients = np.zeros((cycle * rounds, 2))
+        own = rng.standard_normal((rounds, 2))
+        own = np.ones((rounds, 2)) if seed % 2 else own
+        gradients[first::cycle] = own / np.linalg.norm(own, axis=1, keepdims=True)
+        x = gradients[kept]
+        assert (x * np.linalg.solve(covariance, x)).sum() <= charged * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name", ["previous", "square root", "banded"])
+def test_noise_is_what_the_matrix_says_with_the_same_bits_in_any_order(name, kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(correlated.native, "serves", lambda *of: False)
+    mechanism, noise, like, start = MECHANISMS[name], GaussianNoise(seed=1), torch.empty(9001), 777
+    whole = Correlation(mechanism, cycle=9)
+    drawn = [whole.noise_of(noise, t, start, like).clone() for t in range(24)]
+    z = np.stack([normals.normals(noise.name(t), 9001, start).numpy() for t in range(24)])
+    inverse = np.linalg.inv(matrix(mechanism, 24))
+    np.testing.assert_allclose(torch.stack(drawn).numpy(), inverse @ z, atol=1e-5)
+    for rows, count in ((1, 2), (5, 1)):
+        monkeypatch.setattr(correlated, "_rows_for", lambda *of, rows=rows: rows)
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)  # of the kernel's
+        for order in ([0, 1, 2, 3, 9, 23], [23, 4], [5, 6, 6, 7, 8, 9, 10, 11]):  # gaps, a resume, a step again
+            other = Correlation(mechanism, cycle=9)
+            assert all(torch.equal(other.noise_of(noise, t, start, like), drawn[t]) for t in order)
+
+
+def test_noise_is_made_for_fewer_steps_where_memory_is_short(monkeypatch):
+    like = torch.empty(1000)
+    assert correlated._rows_for(like, 1) == 2 and correlated._rows_for(like, 7) == 14
+    monkeypatch.setattr(correlated.os, "sysconf", {"SC_AVPHYS_PAGES": 12, "SC_PAGE_SIZE": 4096}.get)
+    assert correlated._rows_for(like, 7) == 3 and correlated._rows_for(torch.empty(10**6), 7) == 1
+
+
+def test_noise_of_steps_to_come_is_in_no_copy():
+    _, model, optimizer, loader = private(CorrelatedNoise.previous(0.9))
+    list(steps(model, optimizer, loader))
+    assert optimizer.run.correlation._ahead
+    assert not copy.deepcopy(optimizer.run.correlation)._ahead and not copy.copy(optimizer.run.correlation)._ahead
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -113,8 +181,9 @@ def test_a_step_gets_its_noise_and_the_weighted_noise_of_steps_before(name):
             exact.load_state_dict({k: v for k, v in zip(exact.state_dict(), weights, strict=True)})
     stream.seed = optimizer.noise.seed
     drawn = [stream.fill_(torch.empty(21), 1.0, t) for t in range(12)]
+    inverse = np.linalg.inv(matrix(mechanism, 12))
     for t, (mine, theirs) in enumerate(zip(released, exact_sums, strict=True)):
-        noise = sum(w * drawn[t - j] for j, w in enumerate(mechanism.weights[: t + 1]))
+        noise = sum(inverse[t, s] * drawn[s] for s in range(t + 1)).float()
         if t == 0:  # behind it the weights differ by rounding
             torch.testing.assert_close(mine, theirs + noise / 5, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(mine - theirs, noise / 5, rtol=1e-3, atol=1e-4)
@@ -140,22 +209,25 @@ def test_a_round_that_is_broken_off_leaves_a_gap_and_counts_whole():
     assert engine.get_epsilon(1e-3) == pytest.approx(whole.get_epsilon(1e-3), rel=1e-6)
 
 
-def test_a_resumed_run_takes_back_the_noise_of_before(tmp_path):
+@pytest.mark.parametrize("name", ["previous", "square root", "banded"])
+def test_a_resumed_run_takes_back_the_noise_of_before(tmp_path, name):
     path = tmp_path / "c.pt"
-    engine, model, optimizer, loader = private(MECHANISMS["square root"], PrivacyEngine())
-    list(itertools.islice(steps(model, optimizer, loader), 3))
+    engine, model, optimizer, loader = private(MECHANISMS[name], PrivacyEngine())
+    first = steps(model, optimizer, loader)
+    list(itertools.islice(first, 3))
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
-    ways = []
+    ways = [[*first, *steps(model, optimizer, loader)]]
     for _ in range(2):
-        other, again, resumed, rest = private(MECHANISMS["square root"], PrivacyEngine())
+        other, again, resumed, rest = private(MECHANISMS[name], PrivacyEngine())
         other.load_checkpoint(path=path, module=again, optimizer=resumed)
         ways.append([*steps(again, resumed, rest), *steps(again, resumed, rest)])
         epsilon = other.get_epsilon(1e-3)
     assert len(ways[0]) == 5
-    for one, two in zip(*ways, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    for several in zip(*ways, strict=True):
+        for one, *others in zip(*several, strict=True):
+            assert all(torch.equal(one, other) for other in others)
     whole = PRVAccountant()
-    whole.step(noise_multiplier=sum(MECHANISMS["square root"].costs(4, 2)) ** -0.5, sample_rate=1.0)
+    whole.step(noise_multiplier=sum(MECHANISMS[name].costs(4, 2)) ** -0.5, sample_rate=1.0)
     assert epsilon == pytest.approx(whole.get_epsilon(1e-3), rel=1e-6)
 
 
@@ -301,11 +373,21 @@ def test_secure_noise_other_mechanisms_and_cycles_without_one_are_refused():
     for weights in [(), (0.5,), (1.0, 0.5), (1.0, -0.7, -0.7), (1.0, math.nan), 0.9, "bisr"]:
         with pytest.raises(ValueError, match="weights are"):
             CorrelatedNoise(weights)
+    for weights in [(), (0.5,), (1.0, 1.0), (1.0, 0.5, 0.5), (1.0, 0.5, 0.0), (1.0, -0.5), (1.0, math.nan)]:
+        with pytest.raises(ValueError, match="of a banded matrix"):
+            CorrelatedNoise(weights, is_banded=True)
     with pytest.raises(ValueError, match=r"share is 1\.0"):
         CorrelatedNoise.previous(1.0)
-    for bands in (0, 10**7):
-        with pytest.raises(ValueError, match=f"bands is {bands}; it must be a whole number from 1 to 1000"):
-            CorrelatedNoise.square_root(bands)
+    for make in (CorrelatedNoise.square_root, CorrelatedNoise.banded):
+        for bands in (0, 10**7):
+            with pytest.raises(ValueError, match=f"bands is {bands}; it must be a whole number from 1 to 1000"):
+                make(bands)
+
+
+def test_more_bands_than_a_round_has_batches_are_refused():
+    private(CorrelatedNoise.banded(4))
+    with pytest.raises(UnsupportedError, match="has 5 bands, and a round 4 batches"):
+        private(CorrelatedNoise.banded(5))
 
 
 def test_the_noise_for_a_budget_spends_it_and_no_more():
@@ -345,6 +427,8 @@ def test_pieces_release_what_whole_batches_do():
 def test_the_weights_of_the_square_root_are_those_of_the_series():
     weights = np.array(CorrelatedNoise.square_root(6).weights)
     assert np.convolve(weights, weights)[:6] == pytest.approx([1, -1, 0, 0, 0, 0], abs=1e-15)
+    weights = np.array(CorrelatedNoise.banded(6).weights)
+    assert np.convolve(weights, weights)[:6] == pytest.approx(np.ones(6), abs=1e-15)
 
 
 def test_steps_of_different_noise_on_all_examples_are_one_gaussian_mechanism():
