@@ -42,7 +42,7 @@ from dpcore.arguments import check_number
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.loading.epoch_sampler import CYCLE
 from dpcore.loading.ledger import Batch, name_of
-from dpcore.noise import GaussianNoise
+from dpcore.noise import GaussianNoise, check_not_captured
 
 MOST_BANDS = 1000
 _PIECE = {"cpu": 2**15, "cuda": 2**22}
@@ -254,9 +254,11 @@ class Correlation:
 
         The same bits whatever was made before: where nothing is left of it, all is made again.
         """
+        check_not_captured()
         factors, is_banded = self.mechanism.taken_back, self.mechanism.is_banded
         first, rows = self._ahead.pop(start, (0, None))
-        if rows is not None and (rows.shape[1] != like.numel() or rows.dtype != like.dtype or step < first):
+        kind = like.numel(), like.dtype, like.device
+        if rows is not None and (step < first or (rows.shape[1], rows.dtype, rows.device) != kind):
             rows = None
         if rows is None or step >= first + len(rows):
             goes_on = is_banded and rows is not None

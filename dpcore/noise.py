@@ -40,6 +40,15 @@ def warn_without_noise(noise_multiplier: float, before: float | None = None) -> 
         )
 
 
+def check_not_captured() -> None:
+    """Refuse noise that a CUDA graph would add again at every replay; PrivacyError."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise PrivacyError(
+            "Noise is being drawn while a CUDA graph is captured, whose every replay would add the same numbers; "
+            "capture what comes before the noise, and add it outside of the graph."
+        )
+
+
 class GaussianNoise:
     """Standard normal noise for one training run; ``seed`` None draws a secret 128-bit seed.
 
@@ -176,11 +185,7 @@ class GaussianNoise:
         # The kernel for CUDA drew the same in version 1, where it was asked for.
         if not self._is_own or (self.version == 1 and not (gpu.available() and gpu.serves_noise(target))):
             return self._put_of_generator(target, std, step, start, add)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise PrivacyError(
-                "Noise is being drawn while a CUDA graph is captured, whose every replay would add the same numbers; "
-                "capture what comes before the noise, and add it outside of the graph."
-            )
+        check_not_captured()
         flat = target.contiguous().view(-1)
         on_cpu = native.put_normals if native.serves(flat) else normals.put
         put = gpu.draw_normals if gpu.serves_noise(flat) else on_cpu

@@ -84,6 +84,11 @@ def name_of(loader: Any) -> int:
     return _NAMES[loader]
 
 
+def loaders() -> dict[int, Any]:
+    """Return the loaders of this process that have names, by name."""
+    return {name: loader for loader, name in _NAMES.items()}
+
+
 def give(loader: Any, owner: Unused) -> None:
     """Let the batches of ``loader`` be those of ``owner``, and of nobody to whom it was not given."""
     _OWNERS.setdefault(loader, WeakSet()).add(owner)

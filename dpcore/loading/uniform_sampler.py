@@ -276,12 +276,15 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         """Return whether lists of one seed are the same and those of another are others, or all have all examples."""
         if self.sample_rate == 1.0 or not self._has_own("__iter__", "draw"):
             return True
-        one, other, again = map(self._lists, (1, 2, 1))
+        try:
+            one, other, again = map(self._lists, (1, 2, 1))
+        except (TypeError, RuntimeError):  # what it holds cannot be copied
+            return False
         return one != other and (one == again or self.secure)
 
     def _lists(self, seed: int) -> list[str]:
         """Return the first lists of a copy with another seed, as texts."""
-        made = copy.copy(self)
+        made = copy.deepcopy(self)  # what it keeps of its lists stays as it is
         made.seed, made.drawn, made._resumed = seed, 0, None
         found, examples = [], 0
         for chosen in islice(made, LISTS):

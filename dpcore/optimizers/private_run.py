@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dpcore.correlated import Correlation
 from dpcore.loading.counting_loader import CountingDataLoader
-from dpcore.loading.ledger import Batch, Ledger, Source, name_of
+from dpcore.loading.ledger import Batch, Ledger, Source, loaders
 from dpcore.noise import GaussianNoise
 
 
@@ -93,9 +93,11 @@ class PrivateRun:
     def conclude(self, batches: int) -> None:
         """Note that a step on so many batches was made."""
         self.batches_a_step = batches
-        if isinstance(self.loader, CountingDataLoader):
-            mine = self._used and self._used[-1].loader == name_of(self.loader)
-            self.loader.see(self._used[-1].number if mine else self.handed_out)
+        # Where it is not known which they were, of any loader: that of another optimizer, say.
+        newest = {batch.loader: batch.number for batch in self._used}
+        for name, loader in loaders().items():
+            if isinstance(loader, CountingDataLoader) and (name in newest or not newest or loader is self.loader):
+                loader.see(newest.get(name, loader.handed_out))
 
     def expect(self, noise: GaussianNoise, step: int, following: NextBatch) -> None:
         """Let ``noise`` go on with batches that another run may use for it, too."""

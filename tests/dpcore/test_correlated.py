@@ -143,6 +143,24 @@ def test_noise_is_made_for_fewer_steps_where_memory_is_short(monkeypatch):
     assert correlated._rows_for(like, 7) == 3 and correlated._rows_for(torch.empty(10**6), 7) == 1
 
 
+def test_noise_that_was_made_ahead_is_in_no_graph_either(monkeypatch):
+    _, model, optimizer, loader = private(CorrelatedNoise.banded(3))
+    made = steps(model, optimizer, loader)
+    next(made)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(PrivacyError, match="while a CUDA graph is captured"):
+        next(made)
+
+
+def test_noise_that_was_made_ahead_is_made_again_on_another_device():
+    correlation = correlated.Correlation(CorrelatedNoise.previous(0.9), 4)
+    noise, here = GaussianNoise(3), torch.empty(5)
+    first = correlation.noise_of(noise, 0, 0, here).clone()
+    assert correlation.noise_of(noise, 1, 0, here.to("meta")).is_meta
+    assert torch.equal(correlation.noise_of(noise, 0, 0, here), first)
+
+
 def test_noise_of_steps_to_come_is_in_no_copy():
     _, model, optimizer, loader = private(CorrelatedNoise.previous(0.9))
     list(steps(model, optimizer, loader))

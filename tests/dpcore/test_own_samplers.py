@@ -181,6 +181,28 @@ def test_a_sampler_whose_lists_follow_its_seed_goes_on(tmp_path):
     assert [*loader.batch_sampler] not in lists
 
 
+class Buffered(UniformWithReplacementSampler):
+    """Draws the coins of eight lists at a time, always into the same array."""
+
+    def __init__(self, seed):
+        super().__init__(num_samples=12, sample_rate=0.25, seed=seed)
+        self.coins, self.of = np.empty((8, 12)), None
+
+    def draw(self, k):
+        if self.of != (self.seed, k // 8):
+            np.random.default_rng([self.seed, k // 8]).random(out=self.coins)
+            self.of = self.seed, k // 8
+        return np.flatnonzero(self.coins[k % 8] < self.sample_rate).tolist()
+
+
+def test_a_state_leaves_what_a_sampler_keeps_of_its_lists_as_it_is():
+    """The lists behind a saved state were those of a seed that everybody knows."""
+    sampler, twin = Buffered(3), Buffered(3)
+    lists = [sampler.draw(k) for k in range(3)]
+    sampler.state_dict()
+    assert [*lists, *map(sampler.draw, range(3, 8))] == [twin.draw(k) for k in range(8)]
+
+
 def test_a_generator_that_was_set_is_another_one_in_a_run_that_goes_on():
     """It drew the batches of the run from whose state it went on."""
     _, model, optimizer, loader = _run_of(Weighted(torch.Generator().manual_seed(3)))

@@ -554,6 +554,25 @@ def test_what_another_optimizer_has_used_of_a_loader_is_not_drawn_again():
     assert [x.tolist() for x, _ in resumed.loader] == [x.tolist() for x, _ in rows]
 
 
+def test_what_an_optimizer_of_another_loader_has_used_is_not_drawn_again():
+    """A step of one optimizer on the loader of another was not noted there."""
+    engine = PrivacyEngine(seed=1)
+
+    def made():
+        net = nn.Linear(2, 1)
+        given = {"module": net, "optimizer": torch.optim.SGD(net.parameters(), lr=1.0), "noise_multiplier": 1.0}
+        data = TensorDataset(torch.arange(64.0).repeat(2, 1).T.contiguous(), torch.zeros(64, 1))
+        return engine.make_private(**given, data_loader=DataLoader(data, batch_size=8), max_grad_norm=1.0)
+
+    (model, optimizer, _), (_, _, other) = made(), made()
+    rows = iter(other)
+    for x, y in itertools.islice(rows, 3):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert other.position(other.waiting)["drawn"] == "3"
+
+
 def test_what_an_older_round_s_workers_drew_is_not_drawn_again():
     """A checkpoint took it for what those of a newer round had drawn ahead."""
     run, resumed = _Run(workers=1, sample_rate=0.1), _Run(sample_rate=0.1)
