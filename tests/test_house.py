@@ -102,7 +102,7 @@ LIMITS = {
     "dpcore": Size(lines=33_816, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_531, long_classes=0, long_files=0),
-    "tests": Size(lines=58_385, long_classes=0, long_files=16),
+    "tests": Size(lines=58_391, long_classes=0, long_files=16),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,7 +47,12 @@ class Grid:
 
     def start(self, *verb: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.words(*verb), env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self.words(*verb),
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
 
     def plan(self, sizes: Sequence[int], variants: str, *more: str) -> None:
