@@ -109,10 +109,7 @@ class CorrelatedNoise:
         """
         rule = f"it must be a whole number from 1 to {MOST_BANDS}: a step draws the noise of so many"
         count = int(check_number("bands", bands, lambda p: 1 <= p <= MOST_BANDS and p % 1 == 0, rule))
-        weights = [1.0]
-        for k in range(1, count):
-            weights.append(weights[-1] * (k - 1.5) / k)
-        return cls(tuple(weights))
+        return cls(_series(0.5, count))
 
     @classmethod
     def banded(cls, bands: int) -> CorrelatedNoise:
@@ -126,10 +123,7 @@ class CorrelatedNoise:
         """
         rule = f"it must be a whole number from 1 to {MOST_BANDS}: the noise of so many steps is kept, less one"
         count = int(check_number("bands", bands, lambda p: 1 <= p <= MOST_BANDS and p % 1 == 0, rule))
-        weights = [1.0]
-        for k in range(1, count):
-            weights.append(weights[-1] * (k - 0.5) / k)
-        return cls(tuple(weights), is_banded=True)
+        return cls(_series(-0.5, count), is_banded=True)
 
     @property
     def taken_back(self) -> tuple[float, ...]:
@@ -169,6 +163,11 @@ class CorrelatedNoise:
         moved = self.responses(cycle, cycle * rounds)
         # Upwards, as far as the sums of many numbers may be rounded.
         return [math.fsum(v * v for v in moved[r * cycle : (r + 1) * cycle]) * (1 + 1e-12) for r in range(rounds)]
+
+
+def _series(power: float, count: int) -> tuple[float, ...]:
+    """Return the first coefficients of (1 - x)^power."""
+    return tuple(itertools.accumulate(range(1, count), lambda last, k: last * (k - 1 - power) / k, initial=1.0))
 
 
 @dataclass

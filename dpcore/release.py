@@ -36,7 +36,7 @@ class Release:
     std: float
     step: int
     correlation: Correlation | None = None
-    """What ties the noise of a step to that of others, if anything does."""
+    """Ties the noise of a step to that of others, if anything does."""
 
     @classmethod
     def by(cls, user: Any, std: float, correlation: Correlation | None = None) -> Release:

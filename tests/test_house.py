@@ -99,7 +99,7 @@ class Size:
 # Dpcore by 146, frameworks by 4 and tests by 78 for correlated noise of several steps that is made at once, and bands.
 LIMITS = {
     "harness": Size(lines=39_832, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_816, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_815, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_531, long_classes=0, long_files=0),
     "tests": Size(lines=58_391, long_classes=0, long_files=16),

@@ -101,7 +101,7 @@ def test_no_gradients_of_an_example_move_more(data, cycle, rounds, seed):
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_what_is_released_of_some_steps_tells_no_more_than_their_rounds_cost(data, cycle, rounds, seed):
-    """By the covariance of the noise of the released steps alone, for gradients that need not point the same way."""
+    """Judge by the covariance of the released steps' noise alone, for gradients that need not point one way."""
     mechanism, rng = data.draw(mechanisms(cycle)), np.random.default_rng(seed)
     inverse = np.linalg.inv(matrix(mechanism, cycle * rounds))
     kept = np.flatnonzero(rng.random(cycle * rounds) < rng.random()).tolist() or [0]

@@ -122,7 +122,7 @@ class Repeats(OwnNumbers):
 
 
 class BySeed(OwnNumbers):
-    """What :class:`UniformWithReplacementSampler` asks for."""
+    """Draws as :class:`UniformWithReplacementSampler` asks."""
 
     def draw(self, k):
         self.own = np.random.default_rng([self.seed, k])

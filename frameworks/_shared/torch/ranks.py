@@ -87,7 +87,7 @@ class Rank(TorchAdapter):
         dist.barrier()
 
     def exchanged(self, indices: np.ndarray, mask: np.ndarray | None) -> Mapping[int, Mapping[str, int]]:
-        """What every rank gave to collectives in one more step: not in the timed ones, which counting would slow."""
+        """Return what every rank gave to collectives in one more step; counting would slow the timed ones."""
         with Payload() as payload:
             self.step(indices, mask)
         everyone: list[Any] = [None] * dist.get_world_size()

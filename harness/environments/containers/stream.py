@@ -1,4 +1,4 @@
-"""What a container says, line by line, while it runs."""
+"""Read what a container says, line by line, while it runs."""
 
 from __future__ import annotations
 

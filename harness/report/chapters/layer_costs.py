@@ -1,4 +1,4 @@
-"""Where the time of a layer goes: its parts, their shares, and what a model of its cost predicts."""
+"""Tell where the time of a layer goes: its parts, their shares, and what a model of its cost predicts."""
 
 from __future__ import annotations
 
