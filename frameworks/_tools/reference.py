@@ -10,7 +10,11 @@ import argparse
 import copy
 import os
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +33,14 @@ PERTURBATION = 1e-6
 """Relative change of every weight: what the rounding of float32 contractions amounts to."""
 
 
-def gate_reference(task: Task) -> dict[str, np.ndarray]:
-    """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64; where
-    the task's precision is lower, how far its rounding moves that of the cases that have such a figure, by tensor."""
+LARGE = 5_000_000
+"""Weights of a model of which a case has several copies and gradients: more than one at once need much memory."""
+
+
+def gate_reference(task: Task, at_once: int = 1) -> dict[str, np.ndarray]:
+    """Return ``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64;
+    where the task's precision is lower, how far its rounding moves that of the cases that have such a figure, by
+    tensor. ``at_once``: how many cases, each in a process; none of them knows of another."""
     x, y = torch_models.place(*gate_pool.pool(task), "cpu")
     models = {
         saturated: torch_models.build_model(task, gate_cases.starting_weights(task, saturated), torch.float64)
@@ -43,28 +52,30 @@ def gate_reference(task: Task) -> dict[str, np.ndarray]:
         for private in (True, False)
         for case in gate_cases.stored_cases(task, found, private)
     }
-    for case in gate_cases.stored_cases(task, found, private=True):
-        for private, displacement in _displacements(task, models[case.saturated], case, x, y).items():
+    every = gate_cases.stored_cases(task, found, private=True)
+    starts = [models[case.saturated] for case in every]
+    for case, moved in zip(every, _of_cases(task, starts, every, x, y, at_once), strict=True):
+        for private, displacement in moved.items():
             name = gate_cases.truth_name(case, private)
             if name in wanted:
                 found |= gate_cases.pack(name, displacement)
     if task.precision != FLOAT32:
         return found | _rounded_away(task, found, wanted, models, x, y)
-    return found | _led_away(task, found, models[False], x, y) if gate_cases.has_kinks(task) else found
+    return found | _led_away(task, found, models[False], x, y, at_once) if gate_cases.has_kinks(task) else found
 
 
 def _led_away(
-    task: Task, found: dict[str, np.ndarray], start: torch.nn.Module, x: torch.Tensor, y: torch.Tensor
+    task: Task, found: dict[str, np.ndarray], start: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, at_once: int
 ) -> dict[str, np.ndarray]:
     """Return how far each trained tensor is moved in the many steps, and in the last few of them, where the bound is
     lower by what a single update may be off by: a kink passed a step earlier or later changes more than that."""
-    early, whole = gate_cases.late_cases(task, found)
+    late = gate_cases.late_cases(task, found)
+    lower = [replace(case, max_grad_norm=case.max_grad_norm * (1.0 - gate_cases.TOLERANCE)) for case in late]
     apart: list[list[np.ndarray]] = []
-    for case in (early, whole):
-        lower = replace(case, max_grad_norm=case.max_grad_norm * (1.0 - gate_cases.TOLERANCE))
-        moved = _displacements(task, start, lower, x, y)[True]
+    for case, moved in zip(late, _of_cases(task, [start, start], lower, x, y, at_once), strict=True):
         exact = gate_cases.unpack(gate_cases.truth_name(case, True), task, found)
-        apart.append([moved[name] - exact[name] for name in task.trained_parameters])
+        apart.append([moved[True][name] - exact[name] for name in task.trained_parameters])
+    whole = late[1]
     of_last = [a - b for a, b in zip(apart[1], apart[0], strict=True)]
     pairs = (whole, apart[1]), (gate_cases.last_case(task, found), of_last)
     return {gate_cases.rounding_name(case, True): np.array([np.linalg.norm(a) for a in parts]) for case, parts in pairs}
@@ -121,6 +132,23 @@ def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Te
         changes = [float(reference.norm({name: a[name] - b[name] for name in a})) for a, b in pairs]
         instability = np.array(changes) / np.maximum(norms, np.finfo(float).tiny)
     return {"norms": norms, "instability": instability}
+
+
+def _of_cases(
+    task: Task, starts: list[torch.nn.Module], cases: list[Case], x: torch.Tensor, y: torch.Tensor, at_once: int
+) -> Iterable[dict[bool, dict[str, np.ndarray]]]:
+    """Return the displacements of every case, of which the longest ones are taken first: no process works alone at the
+    end."""
+    one = partial(_displacements, task)
+    order = sorted(range(len(cases)), key=lambda i: -sum(map(len, cases[i].batches)))
+    arguments = [starts[i] for i in order], [cases[i] for i in order], [x] * len(order), [y] * len(order)
+    if at_once == 1:
+        found = list(map(one, *arguments))
+    else:
+        # Threads would wait for the interpreter; forked, a process need not import PyTorch.
+        with ProcessPoolExecutor(at_once, get_context("fork")) as pool:
+            found = list(pool.map(one, *arguments))
+    return [found[order.index(i)] for i in range(len(cases))]
 
 
 def _displacements(
@@ -180,10 +208,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", required=True, choices=sorted([*TASKS, *GATE_TASKS]))
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--threads", type=int, default=1, help="more than one seldom pays for batches of one example")
     chosen = parser.parse_args(arguments)
-    torch.set_num_threads(chosen.threads)
-    found = gate_reference(known_task(chosen.task))
+    torch.set_num_threads(1)  # more seldom pay for batches of one example
+    task = known_task(chosen.task)
+    found = gate_reference(task, min(len(os.sched_getaffinity(0)), 4) if task.parameter_count <= LARGE else 1)
     part = chosen.out.with_name(f"{chosen.out.name}.{os.getpid()}.part")
     with open(part, "wb") as file:
         np.savez(file, **found)

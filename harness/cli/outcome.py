@@ -53,34 +53,32 @@ def carry_out(run: Session[Any, Any, Any, Any], fresh: bool, as_json: bool, begi
     return summary
 
 
-def interim(folder: RunFolder, as_json: bool) -> Callable[[int, int], None]:
-    """Return what to do between the rounds of a run: the report is written anew, and after the first round, from which
-    on a run has a result, its times are shown.
+def interim(folder: RunFolder, as_json: bool) -> Callable[[bool], None]:
+    """Return what to do in the course of a run: the report is written anew, and once every task has its first times,
+    these are shown.
 
     Args:
         folder: The run's.
         as_json: Whether standard output is for JSON.
     """
 
-    def after_round(done: int, planned: int) -> None:
-        if done == planned:
-            return  # the end of the run shows everything
+    def so_far(is_first: bool) -> None:
         from harness.report import conclusion, contents, output
         from harness.report.formats import terminal
 
         built = contents.build(load(folder.path, left_out=lambda fault: None))
+        if is_first:
+            console = Console(stderr=as_json, highlight=False)
+            terminal.times(built, console)
+            for text in conclusion.sentences(built):
+                console.print(text, markup=False, soft_wrap=not console.is_terminal)
         output.write_report(built, folder.path / "report", folder.path / "report" / "plots")
-        if done > 1:
-            return
-        console = Console(stderr=as_json, highlight=False)
-        terminal.times(built, console)
-        for text in conclusion.sentences(built):
-            console.print(text, markup=False, soft_wrap=not console.is_terminal)
-        page = (folder.path / "report" / "report.html").as_uri()
-        told = f"This is the first round of {planned}, a process each; further rounds add intervals, also in {page}"
-        console.print(told, markup=False, soft_wrap=True)
+        if is_first:
+            page = (folder.path / "report" / "report.html").as_uri()
+            told = f"These are the first times, of one process each; others follow and add intervals, also in {page}"
+            console.print(told, markup=False, soft_wrap=True)
 
-    return after_round
+    return so_far
 
 
 def report(folder: RunFolder, console: Console, shows: bool) -> list[Path]:

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from harness.environments import energy
 from harness.environments.backend import Argument, Backend, Input, Log, last_json
 from harness.environments.executor import ToolFault
 from harness.environments.turns import TURN_SECONDS
+from harness.errors import BadInput
 from harness.gate import admission
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
@@ -32,7 +34,7 @@ from harness.run.progress import Progress
 from harness.run.remaining import about
 from harness.run.session import Moment, Session, changed
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
-from harness.store.record import Accuracy, Cell, Data, Gate, Load, Probe, Record, Seeds, Timed
+from harness.store.record import Accuracy, Data, Gate, Load, Probe, Record, Seeds, Timed
 from harness.tasks import TASKS, definition_hash, known_task
 from harness.worker.gate import cases as gate_cases
 from harness.worker.request import Request
@@ -87,8 +89,8 @@ class Run(Session[Options, Contestant, Job, Request]):
                 if not jobs:
                     break
             # A block is never left half done: only what is beside each other in it can be compared.
-            for _, jobs_of_block in itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size)):
-                self.block = list(jobs_of_block)
+            of_blocks = itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size))
+            for place, self.block in enumerate([list(of_block) for _, of_block in of_blocks], 1):
                 judging = Moment()
                 self._judge_all(progress, self.block[0].cell.task)
                 self._begun(self.block)
@@ -102,8 +104,11 @@ class Run(Session[Options, Contestant, Job, Request]):
                     return
                 yielded += self.block
                 yield from self.block
-            if self.measured > before:
-                self.pace.after_round(number + 1, self._planned_rounds)
+                is_first = number == 0 and place == len(self.options.tasks) and len(yielded) < len(self.jobs)
+                if is_first and self.measured > before:
+                    self.pace.so_far(True)  # the plan has every task at its smallest size first
+            if self.measured > before and number + 1 < self._planned_rounds:
+                self.pace.so_far(False)
         if self.pace.minutes:
             self.pace.tell(self.folder.path, rounds, "as many as there may be", progress.log)
 
@@ -196,7 +201,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             how = "remembered" if self.gates.verdicts[contestant.name, task].cached else about(started.seconds)
             progress.log(f"gate · {task} · {contestant.name}: {outcome} ({how})")
 
-        self.gates.judge_together(unjudged, task, judge)
+        self.gates.judge_together(unjudged, task, judge, [lambda: fetch_ahead(self.options, progress.log)])
 
     def judged(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Record:
         """Return the record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier
@@ -205,16 +210,13 @@ class Run(Session[Options, Contestant, Job, Request]):
         started = Moment()
         verdict = self.gates.judge(contestant, task, log, fresh)
         name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"
-        job = Job(contestant, self._cell(contestant, task, gate_cases.BATCH), 0, 0, "gate")
+        job = Job(contestant, plan.cell_of(self.options, contestant, task, gate_cases.BATCH), 0, 0, "gate")
         record = self._record(job, verdict.result(), started, verdict.gate)
         before = self.folder.read(name)
         if before is not None and before.state == record.state:
             return before
         self.folder.write(name, record)
         return record
-
-    def _cell(self, contestant: Contestant, task: str, batch_size: int) -> Cell:
-        return plan.cell_of(self.options, contestant, task, batch_size)
 
     def finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, log: Log) -> Record:
         is_own = self.protocol.sampling == "own"
@@ -385,6 +387,15 @@ def _accuracy(backend: Backend, request: Request, result: Result, name: str, log
         log(f"{name}: no accuracy ({fault})")
         return None
     return Accuracy(test=measured["accuracy"], after_steps=steps)
+
+
+def fetch_ahead(options: Options, log: Log) -> None:
+    """Fetch the next data set that a run lacks. What fails is told when its task has come."""
+    names = [TASKS[task].dataset for task in options.tasks]
+    missing = [name for name in names if store.describe(name, options.synthetic) is None]
+    with suppress(BadInput):
+        for name in missing[:1]:
+            ensure_data(name, options.synthetic, log)
 
 
 def ensure_data(name: str, synthetic: bool, log: Log) -> Data:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from harness.environments.backend import Backend, Log
 from harness.environments.executor import Executor, Limits, Venv
@@ -27,7 +29,8 @@ Judge = Callable[[Contestant, bool], None]
 @dataclass
 class Gates:
     """Verdicts by contestant and task. ``executors``: made after this object; ``unchanged``: raises where a
-    contestant's code is no longer what it was when the run began."""
+    contestant's code is no longer what it was when the run began; ``longest``: seconds of a contestant's longest
+    gate."""
 
     options: Options
     backend: Backend
@@ -37,6 +40,7 @@ class Gates:
     executors: Mapping[str, Executor | Unavailable]
     unchanged: Callable[[str], None]
     verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)
 
     def judge(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Verdict:
         """Return the verdict, which is kept. ``fresh``: forget an earlier one."""
@@ -79,11 +83,26 @@ class Gates:
         machine's memory."""
         return max(1, len(os.sched_getaffinity(0)) // self.threads) if self.runs_here and task not in TODAY else 1
 
-    def judge_together(self, contestants: Sequence[Contestant], task: str, judge: Judge) -> None:
+    def judge_together(
+        self, contestants: Sequence[Contestant], task: str, judge: Judge, last: Sequence[Callable[[], None]] = ()
+    ) -> None:
         """Have each judged, several at once where there are processors for it; where neighbours may be the reason of a
-        failure, once more alone."""
+        failure, once more alone. ``last``: begun after them, beside those that are still under way."""
         slots = self.slots(task)
-        side_by_side([lambda c=c: judge(c, False) for c in contestants], slots)  # type: ignore[misc]
+
+        def timed(contestant: Contestant) -> None:
+            began = time.monotonic()
+            judge(contestant, False)
+            self.longest[contestant.name] = max(time.monotonic() - began, self.longest.get(contestant.name, 0.0))
+
+        # The longest first: who compiles in every case, who took long before, who has privacy to be checked.
+        by_length = sorted(
+            contestants,
+            key=lambda c: (c.variant.static_shapes, self.longest.get(c.name, 0.0), c.variant.private),
+            reverse=True,
+        )
+        work: list[Callable[[], None]] = [partial(timed, c) for c in by_length]
+        side_by_side([*work, *last], slots)
         for contestant in contestants if slots > 1 else []:
             if self.may_blame_neighbours(contestant, task):
                 judge(contestant, True)

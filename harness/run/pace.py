@@ -26,17 +26,18 @@ Block = tuple[str, int]
 """Task and batch size."""
 
 
-def _nothing(done: int, planned: int) -> None:
-    """Nothing happens between rounds."""
+def _nothing(is_first: bool) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
 class Pace:
     """``minutes``: how long to measure, apart from environments, data and gates; with it, rounds beyond the plan are
-    made where it is open who is fastest. ``after_round``: called with the rounds that are done and the planned ones."""
+    made where it is open who is fastest. ``so_far``: tells of what is measured so far, once every task has its first
+    times (``True``), and after every round but the last (``False``)."""
 
     minutes: float | None = None
-    after_round: Callable[[int, int], None] = _nothing
+    so_far: Callable[[bool], None] = _nothing
 
     def __post_init__(self) -> None:
         """Raise :class:`BadInput` for minutes that cannot be measured for."""

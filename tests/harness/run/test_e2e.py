@@ -271,13 +271,14 @@ def test_a_second_run_measures_nothing_again(finished: Driver) -> None:
     assert finished.files() == before
 
 
-def test_a_first_table_comes_after_one_round(driver: Driver) -> None:
+def test_a_first_table_comes_when_every_task_has_its_first_times(driver: Driver) -> None:
     driver.environment["DRIVE_WITH_REPORT"] = "1"
-    done = driver.run("noop,plain", "--rounds", "2")
+    given = ("noop,plain", "--batch-sizes", "32,64", "--no-memory")
+    done = driver.run(*given)
     assert done.returncode == 0, done.stderr
-    before, told, after = done.stdout.partition("This is the first round of 2")
-    assert told and "Fastest with DP" in before and "round 2/2" not in before
-    assert "round 2/2" in after and "first round of" not in driver.run("noop,plain", "--rounds", "2").stdout
+    before, told, after = done.stdout.partition("These are the first times")
+    assert told and "Fastest with DP" in before and "batch 32" in before and "batch 64" not in before
+    assert "batch 64" in after and "the first times" not in driver.run(*given).stdout
 
 
 def test_minutes_end_a_run_after_a_whole_round_and_more_of_them_go_on(driver: Driver) -> None:
