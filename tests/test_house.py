@@ -98,12 +98,13 @@ class Size:
 # are open at once, and σ at the release; harness by 33 for a contestant's correlated noise on batches with gradients.
 # Dpcore by 146, frameworks by 4 and tests by 78 for correlated noise of several steps that is made at once, and bands.
 # Harness by 29 and frameworks by 28: references by processes, gates in order of length, data ahead, first table.
+# 2026-11-29: registry.py, variables of a whole framework; heap.py, glibc keeps freed blocks of any size.
 LIMITS = {
-    "harness": Size(lines=39_861, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_815, long_classes=0, long_files=0),
+    "harness": Size(lines=39_863, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_818, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_559, long_classes=0, long_files=0),
-    "tests": Size(lines=58_393, long_classes=0, long_files=16),
+    "tests": Size(lines=58_398, long_classes=0, long_files=16),
 }
 
 

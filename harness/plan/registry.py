@@ -67,7 +67,7 @@ class Variant:
     supported: list[str] = field(default_factory=list)
     expected_rejection: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the worker process."""
+    """Environment variables of the worker process; those of the whole file are every variant's."""
 
     def why_unsupported(self, task: str) -> str | None:
         """Return the declared reason why this variant cannot run ``task``, or None."""
@@ -206,7 +206,9 @@ def load(folder: Path, root: Path = ROOT) -> Framework:
     path = folder / FILE
     try:
         data = tomllib.loads(path.read_text())
-        variants = tuple(Variant(**v) for v in data.pop("variants"))
+        shared = data.pop("environment", {})
+        read = [Variant(**v) for v in data.pop("variants")]
+        variants = tuple(replace(v, environment=shared | v.environment) for v in read)
         data["sources"] = tuple(data.get("sources", ()))
         framework = Framework(folder=folder, variants=variants, root=root, **data)
     except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
