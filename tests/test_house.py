@@ -101,10 +101,10 @@ class Size:
 # 2026-11-29: registry.py, variables of a whole framework; heap.py, glibc keeps freed blocks of any size.
 LIMITS = {
     "harness": Size(lines=39_863, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_818, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_775, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_559, long_classes=0, long_files=0),
-    "tests": Size(lines=58_398, long_classes=0, long_files=16),
+    "tests": Size(lines=58_385, long_classes=0, long_files=16),
 }
 
 

@@ -20,7 +20,7 @@ from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.looks import looks
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.pieces import cut
-from dpcore.microbatch.planner import choose, micro_batches, trains_all
+from dpcore.microbatch.planner import choose, micro_batches
 from dpcore.privacy_unit import of_units, shares_of, units_in
 from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
@@ -293,9 +293,7 @@ class BatchSums:
         if kind not in self.plans.of:
             choices = choose(uses, turns=self.graphs is None)
             self._methods = [(self.accumulator.names[c.param], c.method) for c in choices]
-            self.plans.of[kind] = micro_batches(
-                choices, uses, batch_size, self.accumulator.device, trains_all(self.model)
-            )
+            self.plans.of[kind] = micro_batches(choices, uses, batch_size, self.accumulator.device)
             del tape, uses, choices
             give_back()
         return norms, factors, losses

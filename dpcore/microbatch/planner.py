@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from torch.nn import Parameter
 
 from dpcore.gpu import tuned
@@ -34,12 +33,12 @@ CPU_LEAST_STASH_IN_PARAMETERS = 64
 # bytes than it leaves behind. A piece that leaves behind less than five times the sums takes markedly longer than a
 # larger one, whatever fits the cache; a half of the batch still needs less memory than ordinary training of all of it.
 CPU_STASH_IN_SUMS = 5
-# A piece passes through the whole model once more, and starts its operators: as long as at least this many FLOPs of
-# matrix products for every layer: a small ViT on a Zen 3. (By 15e6 20 of its examples took 1.1 times as long.) More
-# pieces may cost a tenth of a batch's products, and no piece grows beyond so many bytes for that.
-CPU_FLOPS_OF_A_START = 45e6
-CPU_STARTS_SHARE = 0.1
-CPU_MOST_STASH_BYTES = 96 * 2**20
+# On a CPU whose heap keeps its pages larger pieces were never slower: a small GPT-2's 64 examples in two pieces took
+# 0.94 of the time of seven, a CNN's in two 0.94 of that of three, 16 of a LoRA as a whole 0.91 of it in three. So what
+# is small is left whole, what is larger is cut into no more than halves, and neither where a piece would leave behind
+# more than so many bytes.
+CPU_HALVES_FROM = 64
+CPU_MOST_STASH_BYTES = 320 * 2**20
 CUDA_FREE_FRACTION = 0.25
 
 
@@ -113,25 +112,24 @@ class MicroBatches:
     """How a batch is cut. The clipped sum is associative: the result does not depend on it.
 
     ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own. ``whole``: so
-    many, or fewer, are left whole whatever they take. ``worth``: so many outweigh a pass over the sums. ``started``: so
-    many are worth one more pass through the model, and ``bearable``: so many at once may be in work for that.
-    ``per_example``: bytes that one leaves behind.
+    many, or fewer, are left whole whatever they take. ``worth``: so many outweigh a pass over the sums.
+    ``bearable``: up to so many at once a batch is left whole or cut into halves. ``per_example``: bytes that one leaves
+    behind.
     """
 
     most: int
     least: int
     whole: int = 2**62
     worth: int = 1
-    started: float = 0.0
-    bearable: int = 2**62
+    bearable: int = 0
     per_example: float = 0.0
 
     def size(self, batch_size: int) -> int:
         """The largest piece of a batch of ``batch_size`` examples."""
         size = self._by_memory(batch_size)
-        if not self.started or batch_size >= HALVES_FROM:  # from there on it is memory that counts
+        if batch_size >= HALVES_FROM:  # from there on it is memory that counts
             return size
-        pieces = 1 + int(batch_size / self.started)
+        pieces = 1 if batch_size < CPU_HALVES_FROM else 2
         return max(size, min(-(-batch_size // pieces), self.bearable))
 
     def _by_memory(self, batch_size: int) -> int:
@@ -143,18 +141,10 @@ class MicroBatches:
         return min(self.most, max(self.least, -(-batch_size // pieces)))
 
 
-def trains_all(model: nn.Module) -> bool:
-    """Return whether no parameter is frozen, so that every layer's work is recorded."""
-    return all(param.requires_grad for param in model.parameters())
-
-
 def micro_batches(
-    choices: Sequence[Choice], uses: Sequence[Use], batch_size: int, device: torch.device, whole_model: bool = False
+    choices: Sequence[Choice], uses: Sequence[Use], batch_size: int, device: torch.device
 ) -> MicroBatches:
-    """Planned from what ``batch_size`` examples left behind.
-
-    ``whole_model``: the uses are of all layers, for none is frozen.
-    """
+    """Return the plan by what ``batch_size`` examples left behind."""
     per_example = max(stash_bytes(choices, uses, batch_size), 1.0)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -168,26 +158,10 @@ def micro_batches(
     summed = sum(choice.param.nbytes for choice in choices if _sums_by_piece(choice))
     most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
     whole, worth = int(max(CPU_STASH_BYTES, 3 * summed) / per_example), int(CPU_STASH_IN_SUMS * summed / per_example)
-    started = _started(choices, uses, batch_size) if whole_model else 0.0
     bearable = max(1, int(CPU_MOST_STASH_BYTES / per_example))
     if worth <= most:
-        return MicroBatches(most, least, whole, started=started, bearable=bearable, per_example=per_example)
-    return MicroBatches(worth, max(least, worth), whole, worth, started, bearable, per_example)
-
-
-def _started(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int) -> float:
-    """Return of how many examples the products are worth one more pass through the model; 0: that is not known."""
-    if any(use.sequential for use in uses):
-        return 0.0
-    flops, known = 0.0, set[Parameter]()
-    for use in uses:
-        if use.grad is not None and (of := use.flops()) is not None:
-            flops += of
-            known.update(use.params)
-    # Products of some matrices that no rule counts would make a model look lighter than it is.
-    if any(c.param.dim() > 1 and c.param not in known and not all(use.sparse for use in c.uses) for c in choices):
-        return 0.0
-    return len(uses) * CPU_FLOPS_OF_A_START / CPU_STARTS_SHARE * batch_size / flops if flops else 0.0
+        return MicroBatches(most, least, whole, bearable=bearable, per_example=per_example)
+    return MicroBatches(worth, max(least, worth), whole, worth, bearable, per_example)
 
 
 def _sums_by_piece(choice: Choice) -> bool:

@@ -14,7 +14,7 @@ from dpcore.arguments import check_divisor
 from dpcore.errors import PrivacyError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.microbatch.accumulator import Accumulator
-from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
+from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.optimizers import checks
 from dpcore.optimizers.logical_batch import LogicalBatch, Piece
 from dpcore.optimizers.private_run import PrivateRun
@@ -192,8 +192,7 @@ class ClippingOptimizer(OptimizerWrapper):
             if batch_size:
                 first = self.plans_pieces and self.piece_plan is None
                 if self.plans_pieces or self.advice is None:
-                    whole = trains_all(self.module._module)
-                    plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device, whole)
+                    plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device)
                     if self.plans_pieces:
                         self.piece_plan = plan
                     else:

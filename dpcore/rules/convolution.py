@@ -273,10 +273,6 @@ class ConvolutionUse(Use):
     def example(self, param: Parameter, i: int) -> Tensor:
         return self._some(slice(i, i + 1)).grad_sample(param)[0]
 
-    def flops(self) -> float:
-        assert self.grad is not None
-        return 6.0 * self.grad.numel() * math.prod(self.weight.shape[1:])  # its numbers may not be gathered
-
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         if self._is_bias(param):
             out.addmv_(self._bias_grad_sample().t(), factors)

@@ -247,10 +247,6 @@ class ContractionUse(Use):
             return Product(left, right)
         return Product(right, left) if _lies_turned(param) else None
 
-    def flops(self) -> float:
-        assert self.grad is not None
-        return 6.0 * sum(self.grad.numel() * saved.tensor.shape[-1] for saved in self._inputs.values())
-
     def example(self, param: Parameter, i: int) -> Tensor:
         left, right, turned = self._example(param, i)
         if self._in_bfloat16(param):

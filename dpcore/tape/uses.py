@@ -120,12 +120,6 @@ class Use:
         """Return the product at all positions that every example's gradient is, where kernels form it; or None."""
         return None
 
-    def flops(self) -> float | None:
-        """FLOPs of this application's products for the batch, forwards, backwards and for the gradients of its weights;
-        None: not known.
-        """
-        return None
-
     def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
         """Out += gradient of example i."""
         out += self.example(param, i)
