@@ -109,7 +109,7 @@ LIMITS = {
     "tests": Size(lines=58_420, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
-WRITTEN, WORDS = 296_951, 361
+WRITTEN, WORDS = 296_953, 361
 
 
 def files(folder: str) -> Iterator[Path]:
