@@ -97,12 +97,13 @@ class Size:
 # Dpcore by 124 and tests by 218 for samplers of a user's own whose lists are compared before a run goes on, rounds that
 # are open at once, and σ at the release; harness by 33 for a contestant's correlated noise on batches with gradients.
 # Dpcore by 146, frameworks by 4 and tests by 78 for correlated noise of several steps that is made at once, and bands.
+# Dpcore by 94 and tests by 76 for lazy tables with momentum, whose covariance with the weights is kept.
 LIMITS = {
     "harness": Size(lines=39_832, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_815, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_909, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_531, long_classes=0, long_files=0),
-    "tests": Size(lines=58_391, long_classes=0, long_files=16),
+    "tests": Size(lines=58_467, long_classes=0, long_files=16),
 }
 
 
