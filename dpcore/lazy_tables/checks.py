@@ -57,8 +57,8 @@ def check_table(model: nn.Module, name: str) -> nn.Embedding | nn.EmbeddingBag:
     return module
 
 
-def settings_of(optimizer: torch.optim.Optimizer, tables: Sequence[Parameter]) -> tuple[float, float]:
-    """Return learning rate and weight decay of the tables.
+def settings_of(optimizer: torch.optim.Optimizer, tables: Sequence[Parameter]) -> tuple[float, float, float]:
+    """Return learning rate, weight decay and momentum of the tables.
 
     Raises:
         UnsupportedError: a step is not linear, or the tables have other settings than each other.
@@ -73,15 +73,19 @@ def settings_of(optimizer: torch.optim.Optimizer, tables: Sequence[Parameter]) -
     if len(groups) < len(tables):
         raise UnsupportedError("A table is not among the optimizer's parameters, and would not be updated: add it.")
     for group in groups:
-        if group["momentum"] or group["nesterov"] or group["maximize"] or group["differentiable"]:
+        if group["dampening"] or group["nesterov"] or group["maximize"] or group["differentiable"]:
             raise UnsupportedError(
-                "Lazy tables take SGD without momentum, nesterov, maximize and differentiable: momentum would move "
-                "every row at every step. Set them to zero in the tables' group, or use Engine."
+                "Lazy tables take SGD without dampening, nesterov, maximize and differentiable. Set them to 0 in the "
+                "tables' group, or use Engine."
             )
-    settings = {(float(group["lr"]), float(group["weight_decay"])) for group in groups}
+    settings = {tuple(float(group[name]) for name in ("lr", "weight_decay", "momentum")) for group in groups}
     if len(settings) > 1:
-        raise UnsupportedError(f"The tables have several learning rates or weight decays ({settings}); give all one.")
-    lr, decay = settings.pop()
+        raise UnsupportedError(
+            f"The tables have several learning rates, weight decays or momenta ({settings}); give all one."
+        )
+    lr, decay, momentum = settings.pop()
     if not (math.isfinite(lr) and 0.0 <= lr * decay < 1.0):
         raise UnsupportedError(f"lr is {lr} and weight_decay {decay}; their product must be at least 0 and below 1.")
-    return lr, decay
+    if not 0.0 <= momentum < 1.0:
+        raise UnsupportedError(f"momentum is {momentum}; it must be at least 0 and below 1.")
+    return lr, decay, momentum

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.lazy_tables.checks import check_noise, check_table, settings_of
 from dpcore.lazy_tables.history import History, Step
-from dpcore.lazy_tables.hooks import watch
+from dpcore.lazy_tables.hooks import watch, watch_optimizer
 from dpcore.lazy_tables.table import Table
 from dpcore.lazy_tables.window import NoiseOfWindows, Window
 from dpcore.noise import GaussianNoise
@@ -33,13 +34,14 @@ class LazyEngine:
     """An :class:`dpcore.Engine` for models with huge embedding tables: a step takes the time of the rows that it reads.
 
     It releases what ``Engine`` releases. A row that no batch has read for at most ``exact_steps`` steps gets, when it
-    is needed, the very numbers that those steps would have added; after more of them one normal of the same variance,
-    which has the same law. Beside a table there are 4 bytes for each of its rows.
+    is needed, the very numbers that those steps would have added; after more of them one normal of the same variance
+    (of the same covariance with its momentum), which has the same law. Beside a table, and its momentum where there is
+    one, there are 4 bytes for each of its rows.
 
-    Between steps the table's parameter shows NaN: rows that wait for their noise must not be seen.
-    ``model.state_dict()`` and calls of the table's module bring up to date what they read; :meth:`flush` does so for
-    all rows, and gives the parameter its values back until the next step. Call it before anything else reads, copies or
-    moves the model.
+    Between steps the table's parameter, and its momentum, show NaN: rows that wait for their noise must not be seen.
+    ``model.state_dict()``, ``optimizer.state_dict()`` and calls of the table's module bring up to date what they read;
+    :meth:`flush` does so for all rows, and gives the values back until the next step. Call it before anything else
+    reads, copies or moves the model or the optimizer.
 
     Args:
         model: The module, in training mode. It stays the caller's; while a step is made, windows stand in for tables.
@@ -47,8 +49,8 @@ class LazyEngine:
         tables: Names of the modules (``nn.Embedding``, or ``nn.EmbeddingBag`` by sum or mean) whose weights are drawn
             lazily: float32 on a CPU. Their rows are those that the integers of a batch ``x`` name; a mapping gives, by
             name, a function that finds them in ``x``, or None.
-        optimizer: ``torch.optim.SGD`` without momentum, over the tables and what else it is to update. Learning rates
-            and weight decay may change between steps.
+        optimizer: ``torch.optim.SGD`` without dampening and nesterov, over the tables and what else it is to update.
+            Learning rates, weight decay and a momentum above 0 may change between steps.
         noise: The source of noise; None draws a secret seed. It must be one by seed.
         exact_steps: See above; more take longer where rows are read again soon.
         **options: Those of ``Engine``, but for ``compile``.
@@ -87,9 +89,12 @@ class LazyEngine:
         self._modules = {name: check_table(model, name) for name in self._rows_of}
         self._weights = {name: dict(module.named_parameters())["weight"] for name, module in self._modules.items()}
         places = _addresses(model)
-        self._tables = {name: Table(p, places[p], self.noise) for name, p in self._weights.items()}
+        self._parts = 2 if settings_of(optimizer, list(self._weights.values()))[2] else 1
+        self._tables = {
+            name: Table(p, places[p], self.noise, partial(_state_of, optimizer, p) if self._parts == 2 else None)
+            for name, p in self._weights.items()
+        }
         self._windows = {name: Window(module, name) for name, module in self._modules.items()}
-        self._settings()
         behind = {self._windows[name].rows: (self._windows[name], self._tables[name]) for name in self._modules}
         of_windows = NoiseOfWindows(self.noise, behind)
         with self._swapped():
@@ -98,9 +103,11 @@ class LazyEngine:
             raise ValueError("expected_batch_size is not set; it is the public divisor of the update.")
         of_windows.accumulator = self.engine.accumulator
         self._others = {name for param, name in self.engine.accumulator.names.items() if param not in behind}
-        self._history = History(0, exact_steps)
+        self._history = History(0, exact_steps, self._parts)
         for name, module in self._modules.items():
             watch(module, self._tables[name], self)
+        if self._parts == 2:
+            watch_optimizer(optimizer, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PrivacyError("A LazyEngine is not copied or pickled; call flush(), and build another one from the model.")
@@ -149,7 +156,7 @@ class LazyEngine:
         if self._history.is_full:
             self.flush()
         if not any(table.is_hidden for table in self._tables.values()):
-            self._history = History(self.steps, self._exact)
+            self._history = History(self.steps, self._exact, self._parts)
         checks.check_optimizer(self.optimizer, self.engine.accumulator.names)
         for name, table in self._tables.items():
             table.hide(self._history.steps)
@@ -162,10 +169,8 @@ class LazyEngine:
         self._history.note(made)
         for name, table in self._tables.items():
             window = self._windows[name]
-            values = window.part(window.rows.data)
             assert window.rows.grad is not None
-            made.update(values, window.part(window.rows.grad))
-            table.put(window.shown, values, self._history.steps)
+            table.update(window.shown, window.part(window.rows.grad), made, self._history.steps)
             window.rows.grad = None
         self.optimizer.step()
         # Not those of tables, which would tell which rows were read.
@@ -207,8 +212,14 @@ class LazyEngine:
             )
         self._process = os.getpid()
 
-    def _settings(self) -> tuple[float, float]:
-        return settings_of(self.optimizer, list(self._weights.values()))
+    def _settings(self) -> tuple[float, float, float]:
+        found = settings_of(self.optimizer, list(self._weights.values()))
+        if (found[2] > 0.0) != (self._parts == 2):
+            raise UnsupportedError(
+                f"The momentum is {found[2]} now, and was {'above 0' if self._parts == 2 else '0'} when the LazyEngine "
+                "was made, which keeps that of the tables or none. Call flush(), and build another one."
+            )
+        return found
 
     def _read(self, name: str, x: Any) -> Tensor:
         """Return the rows of a table that a batch may read, ascending."""
@@ -229,6 +240,10 @@ class LazyEngine:
         finally:
             for name, module in self._modules.items():
                 _put(self.model, name, module)
+
+
+def _state_of(optimizer: torch.optim.Optimizer, param: Parameter) -> Any:
+    return optimizer.state[param]
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

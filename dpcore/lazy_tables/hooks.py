@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from dpcore.errors import PrivacyError
@@ -76,3 +77,9 @@ def watch(module: nn.Module, table: Table, engine: Owner) -> None:
     module.register_forward_hook(Read(table, engine), always_call=True)
     module.register_state_dict_pre_hook(Watch(table, engine))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(Watch(table, engine))
+
+
+def watch_optimizer(optimizer: torch.optim.Optimizer, engine: Owner) -> None:
+    """Let momentum that is saved or replaced have all its noise."""
+    optimizer.register_state_dict_pre_hook(Watch(None, engine))
+    optimizer.register_load_state_dict_pre_hook(Watch(None, engine))

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from dpcore import Engine, GaussianNoise
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.lazy_tables import LazyEngine
+from dpcore.lazy_tables import LazyEngine, history
 from dpcore.lazy_tables import table as tables_room
 from dpcore.noise import SecureNoise
 
@@ -55,8 +56,9 @@ def losses(outputs, y):
     return F.cross_entropy(outputs, y, reduction="none")
 
 
-def engine(model, *, lazy=("items", "users"), decay=0.0, lr=0.3, seed=5, **options):
-    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay)
+def engine(model, *, lazy=("items", "users"), decay=0.0, momentum=0.0, lr=0.3, seed=5, **options):
+    usual = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay, momentum=momentum)
+    optimizer = options.pop("optimizer", None) or usual
     given = {"noise": GaussianNoise(seed), "max_grad_norm": 0.7, "noise_multiplier": 1.1}
     given |= {"expected_batch_size": DIVISOR, "physical_batch_size": 4, "check_isolation": False}
     given |= {"optimizer": optimizer} | options
@@ -77,7 +79,17 @@ def train(one, steps=12, seed=1, lr=0.3):
     for step in range(steps):
         one.optimizer.param_groups[0]["lr"] = lr / (1 + step)
         one.step(*batch(chance))
-    return one.model.state_dict()
+    return one.model.state_dict() | momenta(one)
+
+
+def momenta(one):
+    """Of every parameter, as the optimizer saves it."""
+    states = one.optimizer.state_dict()["state"]
+    return {
+        str(number): found["momentum_buffer"]
+        for number, found in states.items()
+        if found.get("momentum_buffer") is not None
+    }
 
 
 def same(one, other):
@@ -86,20 +98,22 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("decay", "momentum"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.9), (0.1, 0.5)])
 @pytest.mark.parametrize("kind", ["embedding", "padded", "sum", "mean", "weights"])
-def test_rows_get_the_very_bits_of_dense_noise(kind, decay, kernels, request):
+def test_rows_get_the_very_bits_of_dense_noise(kind, decay, momentum, kernels, request):
     if kernels:
         request.getfixturevalue("compiled")
-    dense = train(engine(Model(kind), lazy=(), decay=decay))
-    assert same(train(engine(Model(kind), decay=decay, exact_steps=12)), dense)
+    settings = {"decay": decay, "momentum": momentum}
+    dense = train(engine(Model(kind), lazy=(), **settings))
+    assert len(dense) > len(Model(kind).state_dict()) or not momentum
+    assert same(train(engine(Model(kind), exact_steps=12, **settings)), dense)
 
 
-@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 10), st.integers(0, 5))
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 10), st.integers(0, 5), st.sampled_from([0.0, 0.7]))
 @settings(max_examples=12, deadline=None)
-def test_bits_are_dense_ones_wherever_a_run_is_flushed(steps, before, exact, seed):
+def test_bits_are_dense_ones_wherever_a_run_is_flushed(steps, before, exact, seed, momentum):
     """Flushes every so many steps, within which no row waits for longer than the exact ones."""
-    dense, lazy = engine(Model(), lazy=()), engine(Model(), exact_steps=exact)
+    dense, lazy = engine(Model(), lazy=(), momentum=momentum), engine(Model(), exact_steps=exact, momentum=momentum)
     chance = torch.Generator().manual_seed(seed)
     for step in range(before + steps):
         x, y = batch(chance)
@@ -138,6 +152,43 @@ def test_many_skipped_steps_have_the_law_of_dense_noise(decay):
         assert abs(float((a * b).mean())) < 5 / a.numel() ** 0.5
 
 
+@pytest.mark.parametrize("exact", [1, 3])
+@pytest.mark.parametrize(("decay", "momentum"), [(0.0, 0.9), (0.4, 0.5)])
+def test_weights_and_momentum_have_the_covariance_of_dense_noise(decay, momentum, exact):
+    """Also behind a call that brought half of the rows up to date on the way."""
+    rows, steps = 4000, 40
+    model = Model(rows=rows)
+    with torch.no_grad():
+        model.items.weight.zero_()
+    one = engine(model, exact_steps=exact, decay=decay, momentum=momentum)
+    covariance, std = np.zeros((2, 2)), 1.1 * 0.7 / DIVISOR
+    for step in range(steps):
+        lr = one.optimizer.param_groups[0]["lr"] = 0.3 / (1 + step % 5)
+        one.optimizer.param_groups[0]["momentum"] = share = momentum / (1 + step % 2)
+        one.step(*batch(torch.Generator().manual_seed(step), size=2, rows=30))
+        if step == 25:
+            model.items(torch.arange(30, rows, 2))
+        kept = np.array([[1 - lr * decay, -lr * share], [decay, share]])
+        drawn = std * np.array([[-lr], [1.0]])
+        covariance = kept @ covariance @ kept.T + drawn @ drawn.T
+    one.flush()
+    weight = model.items.weight
+    found = torch.stack([weight.detach(), one.optimizer.state[weight]["momentum_buffer"]])[:, 30:].double()
+    white = np.linalg.solve(np.linalg.cholesky(covariance), found.flatten(1).numpy())
+    assert np.abs(np.cov(white) - np.eye(2)).max() < 5 * (2 / white.shape[1]) ** 0.5
+    assert min(stats.kstest(part, "norm").pvalue for part in white) > 1e-4
+    for part in white.reshape(2, -1, WIDTH):
+        assert abs((part[1:] * part[:-1]).mean()) < 5 / part.size**0.5
+        assert abs((part[:, 1:] * part[:, :-1]).mean()) < 5 / part.size**0.5
+
+
+def test_a_run_of_many_steps_is_flushed_on_the_way(monkeypatch):
+    monkeypatch.setattr(history, "MOST_STEPS", 4)
+    one = engine(Model(), exact_steps=12, momentum=0.9)
+    assert same(train(one, steps=11), train(engine(Model(), lazy=(), momentum=0.9), steps=11))
+    assert one._history.first == 8
+
+
 def test_what_is_added_later_is_independent_of_what_was_added_before():
     model = Model(rows=3000)
     one, seen = engine(model, exact_steps=1), []
@@ -166,13 +217,15 @@ def test_strong_weight_decay_over_many_steps_stays_finite_and_right():
 
 
 def test_between_steps_a_table_shows_nothing():
-    one = engine(Model())
+    one = engine(Model(), momentum=0.9)
     train_steps = torch.Generator().manual_seed(1)
     for _ in range(3):
         one.step(*batch(train_steps))
         for table in (one.model.items, one.model.users):
             assert bool(table.weight.isnan().all()) and table.weight.grad is None
+            assert bool(one.optimizer.state[table.weight]["momentum_buffer"].isnan().all())
     one.flush()
+    assert not any(bool(found.isnan().any()) for found in momenta(one).values())
     assert not bool(one.model.items.weight.isnan().any())
     assert type(one.model.items) is nn.Embedding and one.model.items.weight.shape == (ROWS, WIDTH)
 
@@ -238,8 +291,26 @@ def test_a_table_that_is_moved_while_rows_wait_stops_the_run():
     one = engine(Model())
     one.step(*batch(torch.Generator(), size=3))
     one.model.items.weight.data = torch.zeros(ROWS, WIDTH)
-    with pytest.raises(PrivacyError, match=r"its values were replaced, while rows waited .* flush\(\)"):
+    with pytest.raises(
+        PrivacyError, match=r"its values or their momentum were replaced, while rows waited .* flush\(\)"
+    ):
         one.step(*batch(torch.Generator(), size=3))
+
+
+def test_momentum_that_is_replaced_while_rows_wait_stops_the_run():
+    one = engine(Model(), momentum=0.9)
+    one.step(*batch(torch.Generator(), size=3))
+    one.optimizer.state.clear()
+    with pytest.raises(PrivacyError, match="momentum were replaced"):
+        one.step(*batch(torch.Generator(), size=3))
+
+
+def test_momentum_is_not_switched_on_or_off():
+    for first, then in ((0.0, 0.9), (0.9, 0.0)):
+        one = engine(Model(), momentum=first)
+        one.optimizer.param_groups[0]["momentum"] = then
+        with pytest.raises(UnsupportedError, match=f"momentum is {then} now"):
+            one.step(*batch(torch.Generator(), size=3))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -261,9 +332,10 @@ def test_a_forked_process_draws_no_pending_noise():
     one.flush()
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("exact", [2, 12])
-def test_a_resumed_run_equals_the_one_that_was_not_interrupted(exact):
-    whole, first = engine(Model(), exact_steps=exact), engine(Model(), exact_steps=exact)
+def test_a_resumed_run_equals_the_one_that_was_not_interrupted(exact, momentum):
+    whole, first = (engine(Model(), exact_steps=exact, momentum=momentum) for _ in range(2))
     chance = [torch.Generator().manual_seed(3) for _ in range(2)]
     for _ in range(6):
         whole.step(*batch(chance[0]))
@@ -272,12 +344,14 @@ def test_a_resumed_run_equals_the_one_that_was_not_interrupted(exact):
     model, noise = Model(), GaussianNoise()
     model.load_state_dict(first.model.state_dict())
     noise.load_state_dict(first.noise.state_dict())
-    resumed = engine(model, exact_steps=exact, noise=noise)
+    resumed = engine(model, exact_steps=exact, noise=noise, momentum=momentum)
+    resumed.optimizer.load_state_dict(first.optimizer.state_dict())
     resumed.steps = first.steps
     for _ in range(6):
         whole.step(*batch(chance[0]))
         resumed.step(*batch(chance[1]))
     assert resumed.steps == 12 and same(resumed.model.state_dict(), whole.model.state_dict())
+    assert same(momenta(resumed), momenta(whole))
 
 
 def test_a_failed_step_leaves_the_run_as_it_was():
@@ -318,7 +392,8 @@ def test_a_step_draws_noise_for_the_rows_that_it_reads_and_for_no_others(monkeyp
     ("change", "said"),
     [
         ({"optimizer": torch.optim.Adam}, "is a Adam.*linear in the gradient"),
-        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}, "SGD without momentum"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)}, "SGD without dampening"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=1.0)}, "momentum is 1.0"),
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=1.0)}, "below 1"),
         ({"optimizer": lambda p: torch.optim.SGD(list(p)[:2], lr=1.0)}, "not among the optimizer's parameters"),
         ({"noise": SecureNoise()}, "numbers have no addresses"),
