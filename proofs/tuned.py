@@ -150,9 +150,13 @@ def accuracy(task: Task, data: Data, judged: TensorDataset, settings: Settings, 
     return float(torch.cat(right).double().mean())
 
 
-def best_rate(trial: Callable[[float], float], start: float) -> tuple[float, float]:
-    """Return the rate of the highest trial and that trial, among steps of three from ``start`` while it grows."""
+def best_rate(trial: Callable[[float], float], start: float, chance: float = 0.0) -> tuple[float, float]:
+    """Return the rate of the highest trial and that trial, among steps of three from ``start`` while it grows.
+    ``chance``: what is no more has learned nothing, and the search begins lower."""
     found = {start: trial(start)}
+    while found[start] <= chance and len(found) < 5:
+        start = float(f"{start / 3:.3g}")
+        found[start] = trial(start)
     for factor in (3.0, 1 / 3):
         rate = max(found, key=lambda rate: found[rate])
         while rate == max(found, key=lambda rate: found[rate]) and len(found) < 8:
