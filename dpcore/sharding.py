@@ -9,6 +9,7 @@ two dimensions (HSDP) ranks of one group hold the shards of one model, and group
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -129,6 +130,13 @@ def _mesh_of(params: Iterable[Parameter]) -> Any:
         raise UnsupportedError(
             f"The mesh of copies and shards has {mesh.size()} of {dist.get_world_size()} processes, and all of them "
             "must train together; make the mesh of all processes."
+        )
+    if mesh.size() != dist.get_world_size():
+        warnings.warn(
+            f"The model's mesh has {mesh.size()} of {dist.get_world_size()} processes: others train a model of their "
+            "own, if any, and a release of several costs the sum of their budgets. For groups that train copies of one "
+            "model together give fully_shard the mesh of two dimensions (copies, shards), not a part of it.",
+            stacklevel=5,
         )
     if any(p.device.type != mesh.device_type for p in params):
         raise UnsupportedError(

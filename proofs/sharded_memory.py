@@ -1,8 +1,8 @@
 """Measure dpcore beside ordinary training of a sharded model: ``python -m proofs.sharded_memory [--ranks 4]``.
 
-Peak of a rank's resident memory in warm steps, above what it held before the model was built, and bytes that
-collectives carry, of both by the same loop over gloo on this machine: 67.7 million parameters (some 4 GB in all at 4
-ranks), two examples of 64 tokens a rank. Nothing here says how fast a network is.
+Peak of a rank's resident memory in warm steps, above what it held before the model was built, bytes that collectives
+carry, and how many numbers of the noise a rank draws, by the same loop over gloo on this machine: 67.7 million
+parameters (some 4 GB in all at 4 ranks), two examples of 64 tokens a rank. Nothing here says how fast a network is.
 """
 
 from __future__ import annotations
@@ -76,6 +76,19 @@ def _memory(entry: str) -> int:
     return int(found.split()[1]) * 1024
 
 
+def counted(noise: Any) -> list[int]:
+    """Return a list to which every addition of ``noise`` from now on appends how many numbers it draws."""
+    drawn: list[int] = []
+    add = noise.add_
+
+    def call(target: Tensor, *rest: Any) -> Tensor:
+        drawn.append(target.numel())
+        return add(target, *rest)
+
+    noise.add_ = call
+    return drawn
+
+
 def work(side: str, optimizer: str, policy: str, groups: int, pieces: int) -> None:
     """Be one rank, and let the first print what was found."""
     torch.set_num_threads(1)
@@ -105,11 +118,13 @@ def work(side: str, optimizer: str, policy: str, groups: int, pieces: int) -> No
             check_batches=False,
             check_isolation=False,
         )
+    drawn = counted(stepper.noise) if side == "dpcore" else []
     draw = torch.Generator().manual_seed(5 + dist.get_rank())
     found = []
     for _ in range(STEPS):
         words = torch.randint(0, WORDS, (EXAMPLES, TOKENS), generator=draw)
         dist.barrier()
+        drawn.clear()
         Path("/proc/self/clear_refs").write_text("5")
         with Payload() as payload:
             stepper.zero_grad()
@@ -122,10 +137,12 @@ def work(side: str, optimizer: str, policy: str, groups: int, pieces: int) -> No
             stepper.step()
         found.append((_memory("VmHWM") - before, dict(payload.bytes)))
     mine = statistics.median(peak for peak, _ in found[1:])
-    peaks: list[Any] = [None] * ranks
-    dist.all_gather_object(peaks, mine)
+    of_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(of_ranks, (mine, sum(drawn) * ranks / count))
     if dist.get_rank() == 0:
-        print(json.dumps({"peak": max(peaks), "payload": found[-1][1], "parameters": count}))
+        peaks, shares = zip(*of_ranks, strict=True)
+        drawn_by = [min(shares), max(shares)]
+        print(json.dumps({"peak": max(peaks), "payload": found[-1][1], "parameters": count, "drawn": drawn_by}))
     dist.destroy_process_group()
 
 
@@ -165,6 +182,8 @@ def main() -> None:
             peaks[side] = found["peak"]
             carried = {name: n / 4 / found["parameters"] for name, n in sorted(found["payload"].items()) if n > 2**20}
             text = ", ".join(f"{name} {share:.3f}" for name, share in carried.items())
+            if side == "dpcore":
+                text += "; numbers a rank draws, over P / W: {:.4f} to {:.4f}".format(*found["drawn"])
             ratio = peaks[side] / peaks["ordinary"]
             print(f"{optimizer:9} {side:9} {peaks[side] / 1e6:8.0f} {ratio:6.2f}  {text}", flush=True)
 

@@ -2,7 +2,8 @@
 
 torch's fake process group makes this process rank 0 of 8 or 64, whose collectives carry nothing: what the others would
 send is made up of this rank's own shards, so that numbers stay finite. Tensors are real, and so is the peak of resident
-memory; there are no other ranks, no wire and no result. Beside it stands a formula for the state.
+memory; there are no other ranks, no wire and no result. Beside it stand a formula for the state, and how many numbers
+of the noise rank 0 draws, which has the most rows of every parameter. ``--groups 2``: HSDP.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore.examples.llama_fsdp import Llama, mean_loss
-from proofs.sharded_memory import GIVEN_BACK, _memory
+from proofs.sharded_memory import GIVEN_BACK, _memory, counted
 
 MODELS = {
     "small": {"words": 16_384, "width": 512, "layers": 4, "head": 64},
@@ -56,10 +57,10 @@ class Echo(TorchDispatchMode):
         return result
 
 
-def _sharded(shape: dict[str, int], ranks: int) -> nn.Module:
+def _sharded(shape: dict[str, int], ranks: int, groups: int) -> nn.Module:
     with torch.device("meta"):
         model = Llama(**shape)
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (ranks,) if groups == 1 else (groups, ranks // groups))
     for part in (model.embedding, *model.layers, model.last, model):
         fully_shard(part, mesh=mesh)
     model.to_empty(device="cpu")
@@ -70,7 +71,7 @@ def _sharded(shape: dict[str, int], ranks: int) -> nn.Module:
     return model
 
 
-def work(side: str, name: str, ranks: int, tokens: int) -> None:
+def work(side: str, name: str, ranks: int, tokens: int, groups: int) -> None:
     """Be rank 0, and print what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -79,7 +80,7 @@ def work(side: str, name: str, ranks: int, tokens: int) -> None:
     before = _memory("VmRSS")
     peaks = []
     with Echo():
-        model: Any = _sharded(MODELS[name], ranks)
+        model: Any = _sharded(MODELS[name], ranks, groups)
         held = sum(p.to_local().numel() for p in model.parameters())
         count = sum(p.numel() for p in model.parameters())
         stepper: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
@@ -94,13 +95,15 @@ def work(side: str, name: str, ranks: int, tokens: int) -> None:
                 check_batches=False,
                 check_isolation=False,
             )
+        drawn = counted(stepper.noise) if side == "dpcore" else []
         for _ in range(STEPS):
+            drawn.clear()
             Path("/proc/self/clear_refs").write_text("5")
             stepper.zero_grad()
             mean_loss(model, words[:1]).backward()
             stepper.step()
             peaks.append(_memory("VmHWM") - before)
-    print(json.dumps({"peak": peaks[-1], "parameters": count, "held": held}))
+    print(json.dumps({"peak": peaks[-1], "parameters": count, "held": held, "drawn": sum(drawn)}))
 
 
 def _say_formula() -> None:
@@ -117,19 +120,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), default="small")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=1, help="groups of ranks that hold the model once each (HSDP)")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--formula", action="store_true", help="say the state of all models, and run nothing")
     given = parser.parse_args()
+    if given.groups < 1 or given.ranks % given.groups:
+        parser.error(f"--groups is {given.groups}; it must divide --ranks, {given.ranks}, into equal groups.")
     if given.formula:
         _say_formula()
         return
     if given.side:
-        work(given.side, given.model, given.ranks, given.tokens)
+        work(given.side, given.model, given.ranks, given.tokens, given.groups)
         return
     found = {}
     for side in ("ordinary", "dpcore"):
-        again = ["--model", given.model, "--ranks", str(given.ranks), "--tokens", str(given.tokens), "--side", side]
+        numbers = {"--ranks": given.ranks, "--groups": given.groups, "--tokens": given.tokens}
+        again = [*("--model", given.model, "--side", side), *(str(word) for one in numbers.items() for word in one)]
         done = subprocess.run(
             [sys.executable, "-m", "proofs.simulated_ranks", *again],
             env=os.environ | GIVEN_BACK | {"OMP_NUM_THREADS": "1"},
@@ -141,11 +148,12 @@ def main() -> None:
             raise SystemExit(done.stderr[-3000:])
         found[side] = json.loads(done.stdout.strip().splitlines()[-1])
     ordinary, private = (found[side]["peak"] / 1e6 for side in ("ordinary", "dpcore"))
-    state = 16 * found["dpcore"]["held"] / 1e6
+    state, count = 16 * found["dpcore"]["held"] / 1e6, found["dpcore"]["parameters"]
     print(
-        f"simulated: {given.model}, {found['dpcore']['parameters'] / 1e6:,.0f} million parameters, rank 0 of "
-        f"{given.ranks}, AdamW, {given.tokens} tokens: by formula 16 P / W = {state:,.0f} MB of state; peaks "
-        f"{ordinary:,.0f} MB ordinary, {private:,.0f} MB dpcore, ratio {private / ordinary:.2f}"
+        f"simulated: {given.model}, {count / 1e6:,.0f} million parameters, rank 0 of "
+        f"{given.ranks} in {given.groups} group(s), AdamW, {given.tokens} tokens: by formula {state:,.0f} MB of state "
+        f"(16 bytes a number held); peaks {ordinary:,.0f} MB ordinary, {private:,.0f} MB dpcore, ratio "
+        f"{private / ordinary:.2f}; numbers drawn over P / W: {found['dpcore']['drawn'] * given.ranks / count:.4f}"
     )
 
 

@@ -103,10 +103,10 @@ class Size:
 # Tests by 22 for the limits of what people read.
 LIMITS = {
     "harness": Size(lines=39_863, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_869, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_877, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_559, long_classes=0, long_files=0),
-    "tests": Size(lines=58_482, long_classes=0, long_files=16),
+    "tests": Size(lines=58_495, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
 WRITTEN, WORDS = 297_264, 361

@@ -75,8 +75,10 @@ def private(
 def sharding(how: str) -> dict[str, Any]:
     """Arguments of fully_shard: one mesh, two groups with a copy each, columns of matrices, or narrow computing."""
     size = dist.get_world_size()
-    shape, names = ((2, size // 2), ("copies", "shards")) if how == "hybrid" else ((size,), ("shards",))
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    grouped = how in ("hybrid", "one group") and size > 1
+    shape, names = ((2, size // 2), ("copies", "shards")) if grouped else ((size,), ("shards",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh["shards"] if how == "one group" else mesh}
     if how == "columns":
         options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
     if how == "narrow":
@@ -382,14 +384,16 @@ def check_keep(folder: Path) -> Any:
 
 def check_go_on(folder: Path) -> Any:
     """The three steps behind the checkpoints of ranks that may have been more, or fewer."""
-    found = {}
-    for how in ("sharded", "hybrid"):
-        run = private(1.0, how="sharded", seed=99)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # new ranks have no random state there
-            if (folder / how).exists():
-                run[0].load_checkpoint(path=folder / how, module=run[1], optimizer=run[2])
-                found[how] = _steps(3, *run)
+    found: dict[str, Any] = {}
+    hows = ("sharded", "hybrid")
+    for saved in (how for how in hows if (folder / how).exists()):
+        found[saved] = {}
+        for how in hows[: 2 if WORLD > 1 else 1]:
+            run = private(1.0, how=how, seed=99)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # new ranks have no random state there
+                run[0].load_checkpoint(path=folder / saved, module=run[1], optimizer=run[2])
+            found[saved][how] = _steps(3, *run)
     return found
 
 

@@ -125,6 +125,10 @@ def refused_in_shards() -> dict[str, Any]:
         before = weights(module)
         found[name] = refusal(optimizer.step)
         assert torch.equal(weights(module), before)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        private(1.0, how="one group")
+    found["one group"] = " ".join(str(one.message) for one in warned)
     return found
 
 
