@@ -75,8 +75,10 @@ def sgd(parameters: Any, rate: float) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and how it is trained; ``rate``: where the search for the rate begins;
-    ``chance``: an accuracy that is no more than luck."""
+    """A model, its data and how it is trained.
+
+    ``rate``: where the search for the rate begins; ``chance``: an accuracy that is no more than luck.
+    """
 
     name: str
     load: Callable[[Path], Data]

@@ -152,7 +152,9 @@ def accuracy(task: Task, data: Data, judged: TensorDataset, settings: Settings, 
 
 def best_rate(trial: Callable[[float], float], start: float, chance: float = 0.0) -> tuple[float, float]:
     """Return the rate of the highest trial and that trial, among steps of three from ``start`` while it grows.
-    ``chance``: what is no more has learned nothing, and the search begins lower."""
+
+    ``chance``: what is no more has learned nothing, and the search begins lower.
+    """
     found = {start: trial(start)}
     while found[start] <= chance and len(found) < 5:
         start = float(f"{start / 3:.3g}")

@@ -106,10 +106,10 @@ LIMITS = {
     "dpcore": Size(lines=33_877, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_559, long_classes=0, long_files=0),
-    "tests": Size(lines=58_495, long_classes=0, long_files=16),
+    "tests": Size(lines=58_490, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
-WRITTEN, WORDS = 297_264, 361
+WRITTEN, WORDS = 296_301, 347
 
 
 def files(folder: str) -> Iterator[Path]:
