@@ -109,7 +109,7 @@ LIMITS = {
     "tests": Size(lines=58_490, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
-WRITTEN, WORDS = 296_301, 347
+WRITTEN, WORDS = 296_301, 385
 
 
 def files(folder: str) -> Iterator[Path]:
