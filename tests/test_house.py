@@ -98,11 +98,11 @@ class Size:
 # Dpcore by 124 and tests by 218 for samplers of a user's own whose lists are compared before a run goes on, rounds that
 # are open at once, and σ at the release; harness by 33 for a contestant's correlated noise on batches with gradients.
 # Dpcore by 146, frameworks by 4 and tests by 78 for correlated noise of several steps that is made at once, and bands.
-# Harness by 29 and frameworks by 28: references by processes, gates in order of length, data ahead, first table.
+# Harness by 31 and frameworks by 28: references by processes, gates in order of length, data ahead, first table.
 # 2026-11-29: registry.py, variables of a whole framework; heap.py, glibc keeps freed blocks of any size.
 # Tests by 22 for the limits of what people read.
 LIMITS = {
-    "harness": Size(lines=39_863, long_classes=0, long_files=0),
+    "harness": Size(lines=39_864, long_classes=0, long_files=0),
     "dpcore": Size(lines=33_877, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_559, long_classes=0, long_files=0),

@@ -34,7 +34,7 @@ from harness.run.progress import Progress
 from harness.run.remaining import about
 from harness.run.session import Moment, Session, changed
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
-from harness.store.record import Accuracy, Data, Gate, Load, Probe, Record, Seeds, Timed
+from harness.store.record import Accuracy, Cell, Data, Gate, Load, Probe, Record, Seeds, Timed
 from harness.tasks import TASKS, definition_hash, known_task
 from harness.worker.gate import cases as gate_cases
 from harness.worker.request import Request
@@ -159,8 +159,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         timed."""
         if job.purpose != "memory" or job.round > 0 or record.state != "ok" or not self.options.time:
             return False
-        timed = replace(job, purpose="time")
-        return not self._snapshot(job, "memory").exists() and self._is_due(timed)
+        return not self._snapshot(job, "memory").exists() and self._is_due(replace(job, purpose="time"))
 
     def measured_peaks(self) -> dict[str, float] | None:
         """Measure the peak rates of this machine's processors; None where contestants run on a GPU or on another
@@ -210,13 +209,16 @@ class Run(Session[Options, Contestant, Job, Request]):
         started = Moment()
         verdict = self.gates.judge(contestant, task, log, fresh)
         name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"
-        job = Job(contestant, plan.cell_of(self.options, contestant, task, gate_cases.BATCH), 0, 0, "gate")
+        job = Job(contestant, self._cell(contestant, task, gate_cases.BATCH), 0, 0, "gate")
         record = self._record(job, verdict.result(), started, verdict.gate)
         before = self.folder.read(name)
         if before is not None and before.state == record.state:
             return before
         self.folder.write(name, record)
         return record
+
+    def _cell(self, contestant: Contestant, task: str, batch_size: int) -> Cell:
+        return plan.cell_of(self.options, contestant, task, batch_size)
 
     def finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, log: Log) -> Record:
         is_own = self.protocol.sampling == "own"
@@ -287,8 +289,7 @@ class Run(Session[Options, Contestant, Job, Request]):
 
     def _hashes_behind(self, job: Job) -> tuple[str, str]:
         adapter, lock = super()._hashes_behind(job)
-        text = adapter + definition_hash(known_task(job.cell.task))
-        return hashlib.sha256(text.encode()).hexdigest()[:12], lock
+        return hashlib.sha256((adapter + definition_hash(known_task(job.cell.task))).encode()).hexdigest()[:12], lock
 
     @property
     def _sigma(self) -> float:

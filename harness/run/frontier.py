@@ -190,7 +190,7 @@ class FrontierRun(Run):
 
     def probe_of(self, contestant: Contestant, task: str, size: int, number: int = 0, place: int = 0) -> Job:
         """Return the probe of one batch size."""
-        return Job(contestant, plan.cell_of(self.options, contestant, task, size), number, place, "probe")
+        return Job(contestant, self._cell(contestant, task, size), number, place, "probe")
 
     def find(self, task: str, probe: Callable[[int], Record]) -> tuple[dict[int, Fit], str]:
         """Return (what the sizes that were tried said; how the search ended: the state of its last probe)."""
