@@ -101,16 +101,16 @@ class Size:
 # Harness by 31 and frameworks by 28: references by processes, gates in order of length, data ahead, first table.
 # 2026-11-29: registry.py, variables of a whole framework; heap.py, glibc keeps freed blocks of any size.
 # Tests by 22 for the limits of what people read.
-# Dpcore by 26 and tests by 14 for states of lazy tables that hold still.
+# Dpcore and tests for values of lazy tables that hold still, and flushes that are interrupted.
 LIMITS = {
     "harness": Size(lines=39_864, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_902, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_893, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_559, long_classes=0, long_files=0),
-    "tests": Size(lines=58_504, long_classes=0, long_files=16),
+    "tests": Size(lines=58_529, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
-WRITTEN, WORDS = 296_301, 385
+WRITTEN, WORDS = 296_623, 385
 
 
 def files(folder: str) -> Iterator[Path]:

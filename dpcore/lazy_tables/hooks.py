@@ -44,29 +44,6 @@ class Watch:
             self.engine.flush()
 
 
-class Apart(Watch):
-    """After a state was written: it holds copies, since later steps leave rows without their noise in the table."""
-
-    def __reduce__(self) -> Any:
-        return Apart, super().__reduce__()[1]
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Copy the table."""
-        for name in module._parameters:
-            found = state.get(prefix + name)
-            if self.table is not None and isinstance(found, Tensor) and not isinstance(found, nn.Parameter):
-                state[prefix + name] = found.clone()
-
-
-def _copied(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with copies of its tensors."""
-    copies = {
-        key: {name: value.clone() if isinstance(value, Tensor) else value for name, value in of.items()}
-        for key, of in state["state"].items()
-    }
-    return {**state, "state": copies}
-
-
 class Reading(Watch):
     """Before a call of the module: the rows that it reads are brought up to date, and shown while it runs."""
 
@@ -99,12 +76,10 @@ def watch(module: nn.Module, table: Table, engine: Owner) -> None:
     module.register_forward_pre_hook(Reading(table, engine), with_kwargs=True)
     module.register_forward_hook(Read(table, engine), always_call=True)
     module.register_state_dict_pre_hook(Watch(table, engine))  # type: ignore[no-untyped-call]
-    module.register_state_dict_post_hook(Apart(table, engine))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(Watch(table, engine))
 
 
 def watch_optimizer(optimizer: torch.optim.Optimizer, engine: Owner) -> None:
     """Let momentum that is saved or replaced have all its noise."""
     optimizer.register_state_dict_pre_hook(Watch(None, engine))
-    optimizer.register_state_dict_post_hook(_copied)
     optimizer.register_load_state_dict_pre_hook(Watch(None, engine))

@@ -18,6 +18,8 @@ CHUNK = 2**21
 """Numbers at a time when all rows are brought up to date: what a cache holds."""
 MOMENTUM = "momentum_buffer"
 """Its name in the state of torch.optim.SGD."""
+BROKEN = -1
+"""In place of the step up to which rows have their noise, while they are written."""
 PIECES = 16
 """Chunks in which rows are looked for that lie apart."""
 
@@ -55,10 +57,11 @@ class Table:
                     "noise; call flush() of the engine before that."
                 )
             return
-        self._parts = [self.parameter.data]
+        # Of its own: whoever kept the values (a state, a view, a checkpoint) must not see rows that wait.
+        self._parts = [self.parameter.data.clone()]
         if self._state is not None:
             found = self._state().get(MOMENTUM)
-            self._parts.append(torch.zeros_like(self.parameter) if found is None else found)
+            self._parts.append(torch.zeros_like(self.parameter) if found is None else found.clone())
             self._state()[MOMENTUM] = self._mask
         self._done = torch.full((len(self._mask),), steps, dtype=torch.int32)
         self.show(False)
@@ -78,14 +81,23 @@ class Table:
         return [part[rows] for part in self._parts]
 
     def _put(self, rows: Tensor, state: Sequence[Tensor], steps: int) -> None:
+        self._done[rows] = BROKEN
         for part, new in zip(self._parts, state, strict=True):
-            part[rows] = new  # first: what is interrupted here has too much noise and not too little
+            part[rows] = new
         self._done[rows] = steps
+
+    def _check_whole(self, done: Tensor) -> None:
+        if len(done) and int(done.min()) == BROKEN:
+            raise PrivacyError(
+                "Rows of a table were being written when the run was interrupted, so that nobody knows what noise they "
+                "have; make the model and its LazyEngine anew, from the last checkpoint."
+            )
 
     def flush(self, history: History) -> None:
         """Bring all rows up to date, and give the values back to the parameter, where that one is now."""
         if not self.is_hidden:
             return
+        self._check_whole(self._done)
         count = max(CHUNK // self._mask.shape[1], 1)
         for first in range(0, len(self._mask), PIECES * count):
             done = self._done[first : first + PIECES * count]
@@ -95,7 +107,10 @@ class Table:
         for first in range(0, len(self._mask), count):
             some = slice(first, first + count)
             done = self._done[some]
-            self._add_late([part[some] for part in self._parts], torch.arange(first, first + len(done)), done, history)
+            before = done.clone()
+            done.fill_(BROKEN)
+            rows = torch.arange(first, first + len(done))
+            self._add_late([part[some] for part in self._parts], rows, before, history)
             done.fill_(history.steps)
         like = self.parameter
         self.parameter.data = self._parts[0].to(like.device, like.dtype)
@@ -106,6 +121,7 @@ class Table:
     def bring_up(self, rows: Tensor, history: History) -> Tensor:
         """Return the values of ``rows`` [n], different ones in ascending order, with all noise, [n, d]."""
         state, done = self._of(rows), self._done[rows]
+        self._check_whole(done)
         self._add_late(state, rows, done, history)
         recent = history.is_recent(done).nonzero().squeeze(1)
         if len(recent) == len(rows):
