@@ -36,7 +36,7 @@ class LazyEngine:
     It releases what ``Engine`` releases. A row that no batch has read for at most ``exact_steps`` steps gets, when it
     is needed, the very numbers that those steps would have added; after more of them one normal of the same variance
     (of the same covariance with its momentum), which has the same law. Beside a table, and its momentum where there is
-    one, there are 4 bytes for each of its rows.
+    one, there are 4 bytes for each of its rows; the first step after a flush copies both.
 
     Between steps the table's parameter, and its momentum, show NaN: rows that wait for their noise must not be seen.
     ``model.state_dict()``, ``optimizer.state_dict()`` and calls of the table's module bring up to date what they read;

@@ -67,7 +67,8 @@ class Variant:
     supported: list[str] = field(default_factory=list)
     expected_rejection: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the worker process; those of the whole file are every variant's."""
+    """Environment variables of the worker process; those of the whole file are every variant's, but for
+    those that it names without a value."""
 
     def why_unsupported(self, task: str) -> str | None:
         """Return the declared reason why this variant cannot run ``task``, or None."""
@@ -208,7 +209,8 @@ def load(folder: Path, root: Path = ROOT) -> Framework:
         data = tomllib.loads(path.read_text())
         shared = data.pop("environment", {})
         read = [Variant(**v) for v in data.pop("variants")]
-        variants = tuple(replace(v, environment=shared | v.environment) for v in read)
+        merged = [(v, shared | v.environment) for v in read]
+        variants = tuple(replace(v, environment={k: s for k, s in e.items() if s}) for v, e in merged)
         data["sources"] = tuple(data.get("sources", ()))
         framework = Framework(folder=folder, variants=variants, root=root, **data)
     except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:

@@ -83,7 +83,7 @@ def train(one, steps=12, seed=1, lr=0.3):
 
 
 def momenta(one):
-    """Of every parameter, as the optimizer saves it."""
+    """Return every parameter's, as the optimizer saves it."""
     states = one.optimizer.state_dict()["state"]
     return {
         str(number): found["momentum_buffer"]

@@ -130,3 +130,8 @@ def test_a_newcomer_gets_a_measured_row(tmp_path: Path) -> None:
     cells = json.loads(dpbench("report", str(tmp_path / "run")).stdout)["cells"]
     assert [(cell["contestant"], cell["state"]) for cell in cells] == [("plain_numpy-default", "ok")]
     assert cells[0]["median"] > 0
+
+
+def test_variables_of_a_file_are_every_variants_but_where_one_takes_them_back() -> None:
+    found = {v.name: v.environment for v in registry.frameworks()["pytorch"].variants}
+    assert found["eager"]["MALLOC_MMAP_MAX_"] == "0" and found["installed"] == {}
