@@ -41,7 +41,7 @@ class LazyEngine:
     Between steps the table's parameter, and its momentum, show NaN: rows that wait for their noise must not be seen.
     ``model.state_dict()``, ``optimizer.state_dict()`` and calls of the table's module bring up to date what they read;
     :meth:`flush` does so for all rows, and gives the values back until the next step. Call it before anything else
-    reads, copies or moves the model or the optimizer.
+    reads, copies or moves the model or the optimizer, and after a call of the model that Ctrl-C ended.
 
     Args:
         model: The module, in training mode. It stays the caller's; while a step is made, windows stand in for tables.
@@ -146,12 +146,13 @@ class LazyEngine:
             The result of ``Engine.privatize``, without the sums of tables.
 
         Raises:
-            PrivacyError: the process was forked while rows waited for their noise, a table was replaced, or as
-                ``Engine.step``.
+            PrivacyError: the process was forked while rows waited for their noise, a table was replaced or is no
+                longer trained, inference mode is on, or as ``Engine.step``.
             UnsupportedError: a table reads a row that was not found in ``x``; the optimizer has other settings than it
                 may; or as ``Engine.step``.
         """
         self._check_process()
+        self._check_tables()
         settings = self._settings()
         if self._history.is_full:
             self.flush()
@@ -212,6 +213,24 @@ class LazyEngine:
             )
         self._process = os.getpid()
 
+    def _check_tables(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise PrivacyError("A step is made in torch.inference_mode(), which forms no gradients; leave it first.")
+        for name, module in self._modules.items():
+            weight = self._weights[name]
+            why = None
+            if _module(self.model, name) is not module:
+                why = "its module is another one now"
+            elif module.weight is not weight:
+                why = "its weight is another one now, as after load_state_dict(assign=True)"
+            elif not weight.requires_grad:
+                why = "its weight is not trained any more"
+            if why is not None:
+                raise PrivacyError(
+                    f"The table {name} has changed since the LazyEngine was made: {why}. The step would leave its "
+                    "noise elsewhere; call flush(), and make a LazyEngine of the model as it is."
+                )
+
     def _settings(self) -> tuple[float, float, float]:
         found = settings_of(self.optimizer, list(self._weights.values()))
         if (found[2] > 0.0) != (self._parts == 2):
@@ -244,6 +263,13 @@ class LazyEngine:
 
 def _state_of(optimizer: torch.optim.Optimizer, param: Parameter) -> Any:
     return optimizer.state[param]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -50,6 +50,8 @@ class Table:
     def hide(self, steps: int) -> None:
         """Take the values out of the parameter, in which all rows have the noise of ``steps`` steps."""
         if self.is_hidden:
+            if self.parameter.data_ptr() == self._parts[0].data_ptr():
+                self.show(False)  # Ctrl-C ended a call that read the table.
             seen = [self.parameter.data] if self._state is None else [self.parameter.data, self._state().get(MOMENTUM)]
             if any(tensor is None or tensor.data_ptr() != self._mask.data_ptr() for tensor in seen):
                 raise PrivacyError(

@@ -343,6 +343,77 @@ def test_momentum_that_is_replaced_while_rows_wait_stops_the_run():
         one.step(*batch(torch.Generator(), size=3))
 
 
+def _loaded_in_place_of_the_weights(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def _replaced(model):
+    model.items = copy.deepcopy(model.items)
+
+
+def _frozen(model):
+    model.items.weight.requires_grad_(False)
+
+
+def _taken_away(model):
+    del model.items
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_loaded_in_place_of_the_weights, "its weight is another one"),
+        (_replaced, "its module is another one"),
+        (_taken_away, "its module is another one"),
+        (_frozen, "not trained any more"),
+    ],
+)
+def test_a_table_that_is_replaced_or_frozen_stops_the_run(change, said):
+    chance = torch.Generator().manual_seed(1)
+    one = engine(Model())
+    one.step(*batch(chance))
+    one.flush()
+    change(one.model)
+    before = copy.deepcopy(one.model.state_dict())
+    with pytest.raises(PrivacyError, match=f"(?s)items has changed .*{said}.*make a LazyEngine"):
+        one.step(*batch(chance))
+    assert one.steps == 1
+    assert same(one.model.state_dict(), before)
+
+
+def test_a_step_in_inference_mode_is_refused_and_harms_nothing():
+    chance, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    one, usual = engine(Model()), engine(Model())
+    for step in range(3):
+        given = batch(chance)
+        if step:
+            with torch.inference_mode(), pytest.raises(PrivacyError, match="inference_mode"):
+                one.step(*given)
+        one.step(*given)
+        usual.step(*batch(other))
+    assert same(one.model.state_dict(), usual.model.state_dict())
+
+
+def test_a_run_goes_on_after_ctrl_c_in_a_call_of_the_model(monkeypatch):
+    chance, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    one, usual = engine(Model()), engine(Model())
+    one.step(*batch(chance))
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "embedding", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.model.items(torch.tensor([[1, 2]]))
+    one.step(*batch(chance))
+    assert one.model.items.weight.isnan().all()
+    for _ in range(2):
+        usual.step(*batch(other))
+        usual.model.items(torch.tensor([[1, 2]]))
+    assert same(one.model.state_dict(), usual.model.state_dict())
+
+
+def _interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 def test_momentum_is_not_switched_on_or_off():
     for first, then in ((0.0, 0.9), (0.9, 0.0)):
         one = engine(Model(), momentum=first)
