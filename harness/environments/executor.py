@@ -154,12 +154,13 @@ class Venv:
         limit = MemoryLimit(limits.memory_bytes)
         adopts = self.module == WORKER  # what its children leave behind stays below it
         watches_gpu = request.device == "cuda" and request.mode in {"memory", "probe"}
+        declared = variables.declared(self.environment, request.mode)
         with strays.ended() as mark:
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
                 # What a contestant imports is compiled by its first gate, and no process that is measured does it.
-                env=variables.of_worker(request.threads, self.environment, self.root, request.mode == "gate") | mark,
+                env=variables.of_worker(request.threads, declared, self.root, request.mode == "gate") | mark,
                 stdin=subprocess.PIPE if referee else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

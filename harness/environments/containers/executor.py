@@ -117,7 +117,8 @@ class Docker:
             "describe": False,  # the worker of an older commit asks for it
         }
         threads, is_cuda = request.threads, request.device == "cuda"
-        outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event, referee)
+        declared = variables.declared(self.environment, request.mode)
+        outcome = self._contain(order, mounts, limits, threads, is_cuda, declared, on_event, referee)
         files = {
             name.removesuffix(".npz"): bytes(content)
             for name, content in outcome.files.items()
@@ -137,7 +138,7 @@ class Docker:
         mounts = [*self._code(), *(self._mount(path, inside) for path, inside in inputs.items())]
         limits = Limits(int(self.engine.facts["memory_bytes"] * 0.9), timeout_seconds)
         try:
-            outcome = self._contain(order, mounts, limits, 0, False, lambda event: None)
+            outcome = self._contain(order, mounts, limits, 0, False, self.environment, lambda event: None)
         except EngineGone:
             self._wait_for_return()
             raise ToolFault(f"{module}: the container engine restarted.") from None
@@ -199,6 +200,7 @@ class Docker:
         limits: Limits,
         threads: int,
         is_cuda: bool,
+        declared: Mapping[str, str],
         on_event: Callable[[Event], None],
         referee: Referee | None = None,
     ) -> Outcome:
@@ -210,7 +212,7 @@ class Docker:
         try:
             with engine.errors():
                 try:
-                    container = self._create(mounts, limits, threads, is_cuda)
+                    container = self._create(mounts, limits, threads, is_cuda, declared)
                     stream = Stream(self.engine, container)
                     container.start()
                 except docker.errors.APIError as error:
@@ -230,7 +232,9 @@ class Docker:
                 with suppress(BadInput), engine.errors():
                     engine.remove(container)
 
-    def _create(self, mounts: list[Any], limits: Limits, threads: int, is_cuda: bool) -> Any:
+    def _create(
+        self, mounts: list[Any], limits: Limits, threads: int, is_cuda: bool, declared: Mapping[str, str]
+    ) -> Any:
         from docker.types import LogConfig
 
         return self.engine.client.containers.create(
@@ -238,7 +242,7 @@ class Docker:
             ["-m", "harness.worker.container_entrypoint"],
             name=f"dpbench-{os.getpid()}-{os.urandom(4).hex()}",
             labels=engine.labels(limits.timeout_seconds + 600.0),
-            environment=inside_environment(threads or self.engine.facts["cpus"], self.environment),
+            environment=inside_environment(threads or self.engine.facts["cpus"], declared),
             working_dir=str(CODE),
             stdin_open=True,
             network_mode="none",

@@ -8,6 +8,7 @@ import pytest
 
 from harness.environments import variables
 from harness.environments.backend import LocalBackend
+from harness.plan import registry
 
 SECRET = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -62,3 +63,10 @@ def test_a_worker_of_a_user_without_a_home_has_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
     assert variables.of_worker(1, {})["HOME"] == str(tmp_path)
+
+
+def test_a_peak_is_weighed_with_the_heap_as_it_is_installed() -> None:
+    declared = next(v.environment for v in registry.frameworks()["pytorch"].variants if v.name == "eager")
+    assert declared["MALLOC_MMAP_MAX_"] == "0"
+    assert variables.declared(declared, "time") == declared
+    assert variables.declared({**declared, "KERAS_BACKEND": "jax"}, "memory") == {"KERAS_BACKEND": "jax"}
