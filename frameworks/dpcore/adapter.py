@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from dpcore import CorrelatedNoise, Engine, GaussianNoise, PrivacyEngine, native
 from dpcore.accountants import PRVAccountant
@@ -14,6 +15,7 @@ from dpcore.correlated import Correlation
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample import GradSampleModule
 from dpcore.optimizers import DPOptimizer
+from dpcore.utils.batch_memory_manager import AUTO, PiecewiseLoader
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
@@ -30,8 +32,9 @@ MECHANISMS = {
 def create(variant: str) -> Adapter:
     """``native``: with the kernels, as the wheel has them. ``engine``: pure torch, as the wheel without kernels is.
     ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile. ``loop``: what ``make_private``
-    hands out, in the loop that its users write; ``ddp`` and ``fsdp2``: the same in several processes; ``previous``,
-    ``square-root`` and ``banded``: the same with noise that is correlated over steps."""
+    hands out, in the loop that its users write; ``auto``: the same with ``max_physical_batch_size="auto"``; ``ddp`` and
+    ``fsdp2``: the same in several processes; ``previous``, ``square-root`` and ``banded``: the same with noise that is
+    correlated over steps."""
     if variant in PARALLEL:
         from frameworks._shared.torch.ranks import Lead
         from frameworks.dpcore.ranked import Ranked
@@ -39,6 +42,8 @@ def create(variant: str) -> Adapter:
         return Lead(__file__, variant, Ranked(variant))
     if variant == "loop":
         return Loop()
+    if variant == "auto":
+        return Pieces()
     if variant in MECHANISMS:
         return Correlated(MECHANISMS[variant])
     return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")
@@ -49,6 +54,7 @@ class Dpcore(TorchAdapter):
 
     optimizers = optimizers.NAMES
     precisions = PRECISIONS
+    physical: str | None = None  # max_physical_batch_size of the loop
 
     def __init__(self, kernels: bool, graphs: bool) -> None:
         self.kernels = kernels
@@ -136,6 +142,7 @@ class Dpcore(TorchAdapter):
                 max_grad_norm=self.setting.max_grad_norm,
                 sample_rate=self.setting.sample_rate,
                 expected_batch_size=self.setting.batch_size,
+                max_physical_batch_size=self.physical,
             )
             self.own = (module, lambda out, y: losses(out, y).mean(), optimizer, loader)
         return self.train(*self.own)
@@ -174,12 +181,32 @@ class Loop(Dpcore):
         )
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
-        x, y = self.batch(indices)
+        self.step_of(*self.batch(indices))
+
+    def step_of(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Make the lines of the loop."""
         self.private.zero_grad()
         with self.autocast():
             loss = self.losses(self.wrapped(x), y).mean()
         loss.backward()
         self.private.step()
+
+
+class Pieces(Loop):
+    """The loop over pieces of its batches, whose size is planned by time and memory."""
+
+    physical = AUTO
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        if task.views > 1:
+            raise Unsupported("pieces are cut between units, which dpcore.views makes, and not the task's views.")
+        super().build(task, setting, initial)
+        # Of the harness's batches: it has none of its own.
+        self.pieces = PiecewiseLoader(DataLoader([0]), self.physical, self.private)
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        for x, y in self.pieces.pieces_of(self.batch(indices)):
+            self.step_of(x, y)
 
 
 class Correlated(Loop):
