@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -84,14 +85,14 @@ class LazyEngine:
             raise UnsupportedError("Lazy tables are for one process: the rows that a batch reads differ by rank.")
         self.model, self.optimizer = model, optimizer
         self.noise = check_noise(GaussianNoise() if noise is None else noise)
-        self._exact, self._process = exact_steps, os.getpid()
+        self._exact, self._owner = exact_steps, _here()
         self._rows_of = dict(tables) if isinstance(tables, Mapping) else dict.fromkeys(tables)
         self._modules = {name: check_table(model, name) for name in self._rows_of}
         self._weights = {name: dict(module.named_parameters())["weight"] for name, module in self._modules.items()}
         places = _addresses(model)
         self._parts = 2 if settings_of(optimizer, list(self._weights.values()))[2] else 1
         self._tables = {
-            name: Table(p, places[p], self.noise, partial(_state_of, optimizer, p) if self._parts == 2 else None)
+            name: Table(p, places[p], self.noise, partial(_states_of, optimizer) if self._parts == 2 else None)
             for name, p in self._weights.items()
         }
         self._windows = {name: Window(module, name) for name, module in self._modules.items()}
@@ -146,12 +147,12 @@ class LazyEngine:
             The result of ``Engine.privatize``, without the sums of tables.
 
         Raises:
-            PrivacyError: the process was forked while rows waited for their noise, a table was replaced or is no
+            PrivacyError: another process or thread asks while rows wait for their noise, a table was replaced or is no
                 longer trained, inference mode is on, or as ``Engine.step``.
             UnsupportedError: a table reads a row that was not found in ``x``; the optimizer has other settings than it
                 may; or as ``Engine.step``.
         """
-        self._check_process()
+        self._check_owner()
         self._check_tables()
         settings = self._settings()
         if self._history.is_full:
@@ -182,10 +183,10 @@ class LazyEngine:
         """Bring all rows of all tables up to date, and show them until the next step.
 
         Raises:
-            PrivacyError: the process was forked while rows waited for their noise.
+            PrivacyError: another process or thread asks while rows wait for their noise.
         """
         if any(table.is_hidden for table in self._tables.values()):
-            self._check_process()
+            self._check_owner()
         for table in self._tables.values():
             table.flush(self._history)
 
@@ -193,25 +194,27 @@ class LazyEngine:
         """Bring ``rows`` of a table up to date, which is not flushed.
 
         Raises:
-            PrivacyError: the process was forked while rows waited for their noise.
+            PrivacyError: another process or thread asks while rows wait for their noise.
         """
-        self._check_process()
-        table.bring_up(rows.long().unique(), self._history)
+        self._check_owner()
+        table.bring_up(_within(rows.long().unique(), table.rows), self._history)
 
     def _deviation(self) -> float:
         """Return the standard deviation of a step's noise, as the engine has it now."""
         divisor = check_divisor(self.engine.expected_batch_size)
         return self.engine.accumulator.check_noise(self.noise_multiplier, 1.0 / divisor)
 
-    def _check_process(self) -> None:
-        if os.getpid() == self._process:
+    def _check_owner(self) -> None:
+        """Let nobody but the thread that makes the steps touch rows that wait: two would draw or lose their noise."""
+        if self._owner == _here():
             return
         if any(table.is_hidden for table in self._tables.values()):
+            who = "process was forked" if self._owner[0] != os.getpid() else "model or the engine is used by a thread"
             raise PrivacyError(
-                "The process was forked while rows of a table waited for their noise: two processes would draw it, and "
-                "their difference would be bare. Call flush() before the fork."
+                f"The {who} while rows of a table waited for their noise: two would draw it, and their difference "
+                "would be bare. Call flush() before that, where the steps are made."
             )
-        self._process = os.getpid()
+        self._owner = _here()
 
     def _check_tables(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -247,7 +250,7 @@ class LazyEngine:
         whole = (torch.int64, torch.int32, torch.int16, torch.uint8)
         ids = [t.reshape(-1).long() for t in found if t.dtype in whole]
         rows = torch.cat(ids).unique() if ids else torch.zeros(0, dtype=torch.int64)
-        return rows[(rows >= 0) & (rows < count)]
+        return _within(rows, count)
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -261,8 +264,18 @@ class LazyEngine:
                 _put(self.model, name, module)
 
 
-def _state_of(optimizer: torch.optim.Optimizer, param: Parameter) -> Any:
-    return optimizer.state[param]
+def _here() -> tuple[int, int]:
+    """Return the process and the thread that ask."""
+    return os.getpid(), threading.get_ident()
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer.state
+
+
+def _within(rows: Tensor, count: int) -> Tensor:
+    """Return those of a table: the noise of an address before or behind it is another parameter's."""
+    return rows[(rows >= 0) & (rows < count)]
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

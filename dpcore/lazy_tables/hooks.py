@@ -54,9 +54,20 @@ class Reading(Watch):
         """Show the table."""
         if self.table is None or self.engine is None or not self.waits:
             return
+        if any(not isinstance(hook, Watch) for hook in _hooks(module)):
+            self.engine.flush()  # Somebody else's would see all of the table.
+            return
         ids: Tensor = args[0] if args else named["input"]
         self.engine.read(self.table, ids)
         self.table.show(True)
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Return all that run while the module is called, those of all modules among them."""
+    of_all = torch.nn.modules.module
+    several = (module._forward_pre_hooks, module._forward_hooks)
+    several += (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
+    return [hook for some in several for hook in some.values()]
 
 
 class Read(Watch):

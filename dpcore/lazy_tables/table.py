@@ -27,8 +27,8 @@ PIECES = 16
 class Table:
     """The values of ``parameter`` [V, d], which shows NaN while rows wait for their noise.
 
-    ``address``: that of its first number among the trained ones. ``state``: gives what the optimizer has for it, where
-    there is momentum, which is hidden and shown, too.
+    ``address``: that of its first number among the trained ones. ``states``: gives what the optimizer has for each
+    parameter, where there is momentum, which is hidden and shown, too.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Table:
         parameter: Parameter,
         address: int,
         noise: GaussianNoise,
-        state: Callable[[], MutableMapping[str, Any]] | None = None,
+        states: Callable[[], MutableMapping[Parameter, dict[str, Any]]] | None = None,
     ) -> None:
         self.parameter = parameter
         self.address = address
         self._noise = noise
-        self._state = state
+        self._states = states
         self._parts = [parameter.data]
         self._mask = torch.full((1, 1), float("nan")).expand(parameter.shape)
         self._done = torch.zeros(0, dtype=torch.int32)
@@ -49,25 +49,40 @@ class Table:
 
     def hide(self, steps: int) -> None:
         """Take the values out of the parameter, in which all rows have the noise of ``steps`` steps."""
+        seen = [self.parameter.data] if self._states is None else [self.parameter.data, self._momentum]
         if self.is_hidden:
             if self.parameter.data_ptr() == self._parts[0].data_ptr():
                 self.show(False)  # Ctrl-C ended a call that read the table.
-            seen = [self.parameter.data] if self._state is None else [self.parameter.data, self._state().get(MOMENTUM)]
+                seen[0] = self.parameter.data
             if any(tensor is None or tensor.data_ptr() != self._mask.data_ptr() for tensor in seen):
                 raise PrivacyError(
                     "A table was moved, or its values or their momentum were replaced, while rows waited for their "
                     "noise; call flush() of the engine before that."
                 )
             return
+        if any(tensor is not None and _is_mask(tensor) for tensor in seen):
+            raise PrivacyError("Rows of a table wait for their noise in another LazyEngine, whose flush() comes first.")
         # Of its own: whoever kept the values (a state, a view, a checkpoint) must not see rows that wait.
-        self._parts = [self.parameter.data.clone()]
-        if self._state is not None:
-            found = self._state().get(MOMENTUM)
-            self._parts.append(torch.zeros_like(self.parameter) if found is None else found.clone())
-            self._state()[MOMENTUM] = self._mask
+        self._parts = [torch.zeros_like(self.parameter) if found is None else found.clone() for found in seen]
         self._done = torch.full((len(self._mask),), steps, dtype=torch.int32)
-        self.show(False)
+        # An interruption from here on is one in which a table was replaced: flush() gives the values back.
         self.is_hidden = True
+        self._momentum = self._mask
+        self.show(False)
+
+    @property
+    def rows(self) -> int:
+        return len(self._mask)
+
+    @property
+    def _momentum(self) -> Any:
+        assert self._states is not None
+        return self._states().get(self.parameter, {}).get(MOMENTUM)
+
+    @_momentum.setter
+    def _momentum(self, value: Tensor) -> None:
+        if self._states is not None:  # in a dictionary of its own, for an optimizer's saved state holds the other one
+            self._states()[self.parameter] = {**self._states().get(self.parameter, {}), MOMENTUM: value}
 
     def show(self, values: bool) -> None:
         """Let the parameter have its ``values``, or NaN."""
@@ -116,8 +131,7 @@ class Table:
             done.fill_(history.steps)
         like = self.parameter
         self.parameter.data = self._parts[0].to(like.device, like.dtype)
-        if self._state is not None:
-            self._state()[MOMENTUM] = self._parts[1].to(like.device, like.dtype)
+        self._momentum = self._parts[-1].to(like.device, like.dtype)
         self._parts, self._done, self.is_hidden = [self.parameter.data], self._done[:0], False
 
     def bring_up(self, rows: Tensor, history: History) -> Tensor:
@@ -171,6 +185,10 @@ class Table:
         noise = torch.zeros(len(rows), self._mask.shape[1])
         add_noise(noise, torch.full((len(rows),), step.std, dtype=torch.float64), step.name, rows, self.address)
         return noise
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def add_noise(target: Tensor, deviations: Tensor, name: bytes, rows: Tensor, start: int) -> None:

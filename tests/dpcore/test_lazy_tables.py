@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import math
 import os
@@ -412,6 +413,95 @@ def test_a_run_goes_on_after_ctrl_c_in_a_call_of_the_model(monkeypatch):
 
 def _interrupt(*_, **__):
     raise KeyboardInterrupt
+
+
+def test_ids_outside_of_a_table_draw_no_noise(monkeypatch):
+    one = engine(Model())
+    one.step(*batch(torch.Generator(), size=3))
+    drawn = []
+    monkeypatch.setattr(tables_room, "add_noise", lambda *of: drawn.append(of[3]))
+    for ids in ([[-1]], [[ROWS]], [[-1, ROWS]]):
+        with pytest.raises(IndexError):
+            one.model.items(torch.tensor(ids))
+    assert all(not len(rows) for rows in drawn)
+
+
+def test_rows_that_wait_are_for_one_thread():
+    one, usual = engine(Model()), engine(Model())
+    for each in (one, usual):
+        each.step(*batch(torch.Generator(), size=3))
+    x, y = batch(torch.Generator().manual_seed(2), size=3)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for ask in (lambda: one.model(*x), lambda: one.step(x, y), one.flush):
+            with pytest.raises(PrivacyError, match=r"used by a thread .* flush\(\) before that"):
+                pool.submit(ask).result()
+        one.flush()
+        pool.submit(one.step, x, y).result()
+        with pytest.raises(PrivacyError, match="used by a thread"):
+            one.flush()
+        pool.submit(one.flush).result()
+    usual.step(x, y)
+    assert same(one.model.state_dict(), usual.model.state_dict())
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_somebody_elses_hooks_see_no_row_that_waits(of_all, before):
+    one = engine(Model())
+    one.step(*batch(torch.Generator(), size=3))
+    of_all_modules = torch.nn.modules.module
+    add = {
+        (False, True): one.model.items.register_forward_pre_hook,
+        (False, False): one.model.items.register_forward_hook,
+        (True, True): of_all_modules.register_module_forward_pre_hook,
+        (True, False): of_all_modules.register_module_forward_hook,
+    }[of_all, before]
+    seen = []
+    handle = add(lambda module, *_: seen.append(module.weight.detach().clone()) if module is one.model.items else None)
+    try:
+        one.model.items(torch.tensor([[1, 2]]))
+    finally:
+        handle.remove()
+    assert len(seen) == 1 and (
+        bool(seen[0].isnan().all()) or torch.equal(seen[0], one.model.state_dict()["items.weight"])
+    )
+
+
+def test_a_state_of_the_optimizer_that_was_kept_holds_still():
+    one = engine(Model(), momentum=0.9)
+    one.step(*batch(torch.Generator(), size=3))
+    kept = one.optimizer.state_dict()
+    before = copy.deepcopy(kept)
+    one.step(*batch(torch.Generator(), size=3))
+    of_tables = [
+        n for n, (name, _) in enumerate(one.model.named_parameters()) if name in ("items.weight", "users.weight")
+    ]
+    assert len(of_tables) == 2
+    for number in of_tables:
+        assert torch.equal(kept["state"][number]["momentum_buffer"], before["state"][number]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_ctrl_c_while_a_table_is_hidden_loses_nothing(momentum, monkeypatch):
+    one, usual = engine(Model(), momentum=momentum), engine(Model(), momentum=momentum)
+    given = batch(torch.Generator(), size=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(tables_room.Table, "show", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.step(*given)
+    one.flush()
+    for each in (one, usual):
+        each.step(*given)
+    assert same(one.model.state_dict() | momenta(one), usual.model.state_dict() | momenta(usual))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_two_engines_do_not_take_turns_on_one_model(momentum):
+    one = engine(Model(), momentum=momentum)
+    other = engine(one.model, momentum=momentum, optimizer=one.optimizer)
+    one.step(*batch(torch.Generator(), size=3))
+    with pytest.raises(PrivacyError, match=r"another LazyEngine, whose flush\(\)"):
+        other.step(*batch(torch.Generator(), size=3))
 
 
 def test_momentum_is_not_switched_on_or_off():
