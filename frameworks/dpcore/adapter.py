@@ -145,7 +145,9 @@ class Dpcore(TorchAdapter):
                 max_physical_batch_size=self.physical,
             )
             self.own = (module, lambda out, y: losses(out, y).mean(), optimizer, loader)
-        return self.train(*self.own)
+        before = self.own[2].steps
+        self.train(*self.own)
+        return self.own[2].steps - before  # of whole batches, of which a loop may see pieces
 
     def epsilon(self, steps: int, delta: float) -> float | None:
         if steps == 0 or self.setting.noise_multiplier == 0:

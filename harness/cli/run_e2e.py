@@ -99,7 +99,9 @@ def e2e(
     beginning = f"{len(run.jobs)} processes are planned{took}; missing environments and data come first, "
     beginning += "the gates of each task before it."
     if early and len(first) < len(run.jobs):
-        beginning += f" A first table comes after {len(first)} of them, {about(early)}."
+        gates = plan.GATE_SECONDS * len({(job.contestant.name, job.cell.task) for job in first})
+        beginning += f" A first table comes after {len(first)} of them, {about(early)}, and up to {about(gates)} more "
+        beginning += "where gates are judged for the first time."
     if minutes:
         beginning += f" Measuring ends {minutes:g} min after it began, apart from gates, with the block then under way."
     summary = carry_out(run, fresh, as_json, beginning)

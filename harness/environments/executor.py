@@ -154,7 +154,7 @@ class Venv:
         limit = MemoryLimit(limits.memory_bytes)
         adopts = self.module == WORKER  # what its children leave behind stays below it
         watches_gpu = request.device == "cuda" and request.mode in {"memory", "probe"}
-        declared = variables.declared(self.environment, request.mode)
+        declared = variables.declared(self.environment, request.mode, os.environ)
         with strays.ended() as mark:
             process = subprocess.Popen(
                 command,

@@ -29,7 +29,7 @@ INSTALLER = re.compile(
     r"UV_(CACHE_DIR|LINK_MODE|\w*INDEX\w*|FIND_LINKS|OFFLINE|HTTP_TIMEOUT|INSECURE_HOST)"
 )
 """Needed by installers and git beside the first list: where packages come from, and how the network is reached."""
-HEAP = re.compile(r"MALLOC_\w+")
+HEAP = re.compile(r"MALLOC_\w+|GLIBC_TUNABLES")
 """Settings of glibc's heap. A contestant may declare some to be faster, which its peak does not have to pay for."""
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 COMPUTES = re.compile(
@@ -72,9 +72,11 @@ def of_worker(
     }
 
 
-def declared(environment: Mapping[str, str], mode: str) -> dict[str, str]:
-    """Return the variables that a contestant declares, without the heap's in one that weighs its memory."""
-    return {k: v for k, v in environment.items() if mode != "memory" or not HEAP.fullmatch(k)}
+def declared(environment: Mapping[str, str], mode: str, shell: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a contestant declares, without the heap's where its memory is weighed, and where the
+    shell sets the heap of all contestants."""
+    as_installed = mode in {"memory", "probe"} or any(HEAP.fullmatch(name) for name in shell)
+    return {k: v for k, v in environment.items() if not (as_installed and HEAP.fullmatch(k))}
 
 
 def of_every_worker(threads: int, root: Path) -> dict[str, str]:

@@ -393,8 +393,8 @@ def _accuracy(backend: Backend, request: Request, result: Result, name: str, log
 def fetch_ahead(options: Options, log: Log) -> None:
     """Fetch the next data set that a run lacks. What fails is told when its task has come."""
     names = [TASKS[task].dataset for task in options.tasks]
-    missing = [name for name in names if store.describe(name, options.synthetic) is None]
     with suppress(BadInput):
+        missing = [name for name in names if store.describe(name, options.synthetic) is None]
         for name in missing[:1]:
             ensure_data(name, options.synthetic, log)
 

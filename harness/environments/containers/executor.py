@@ -117,7 +117,7 @@ class Docker:
             "describe": False,  # the worker of an older commit asks for it
         }
         threads, is_cuda = request.threads, request.device == "cuda"
-        declared = variables.declared(self.environment, request.mode)
+        declared = variables.declared(self.environment, request.mode, {})
         outcome = self._contain(order, mounts, limits, threads, is_cuda, declared, on_event, referee)
         files = {
             name.removesuffix(".npz"): bytes(content)

@@ -68,5 +68,12 @@ def test_a_worker_of_a_user_without_a_home_has_one(monkeypatch: pytest.MonkeyPat
 def test_a_peak_is_weighed_with_the_heap_as_it_is_installed() -> None:
     declared = next(v.environment for v in registry.frameworks()["pytorch"].variants if v.name == "eager")
     assert declared["MALLOC_MMAP_MAX_"] == "0"
-    assert variables.declared(declared, "time") == declared
-    assert variables.declared({**declared, "KERAS_BACKEND": "jax"}, "memory") == {"KERAS_BACKEND": "jax"}
+    assert variables.declared(declared, "time", {}) == declared
+    more = {**declared, "KERAS_BACKEND": "jax"}
+    for mode, shell in (
+        ("memory", {}),
+        ("probe", {}),
+        ("time", {"MALLOC_ARENA_MAX": "1"}),
+        ("time", {"GLIBC_TUNABLES": ""}),
+    ):
+        assert variables.declared(more, mode, shell) == {"KERAS_BACKEND": "jax"}
