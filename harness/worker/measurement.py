@@ -32,6 +32,10 @@ SETTLING_STEPS = 3
 """Libraries do more in their first steps than in later ones: dpcore looks whether the first three batches mix their
 examples, a compiler guesses at the second batch which sizes change."""
 
+DEVIATIONS = (3.0, -1.0, 1.5, 2.0)
+"""Of sizes of Poisson batches from the nominal one, in their standard deviation: of some thousand the largest is the
+first."""
+
 
 class Measurement:
     """An adapter with a task, a setting, its data and its starting weights; ``reset`` puts it back to the start."""
@@ -81,9 +85,16 @@ class Measurement:
         return sum(seconds), min(seconds), len(seconds)
 
     def warm_up(self, sizes: Sequence[int]) -> tuple[float, int]:
-        """(seconds, steps): one step of every other compiled size that occurs in the batches."""
-        ordinary, _ = warm_up_batch(self.request, self.setting, self.request.batch_size)
-        extra = [warm_up_batch(self.request, self.setting, size) for size in sizes if size != len(ordinary)]
+        """(seconds, steps): one step of every other compiled size that occurs in the batches. Where no size is compiled
+        and a part of an epoch is timed, steps of sizes as an epoch draws them, its largest first: who asks for memory
+        when a batch is larger than all before would do so for most of the steps that are timed, and hardly ever in
+        an epoch."""
+        nominal = self.request.batch_size
+        ordinary, _ = warm_up_batch(self.request, self.setting, nominal)
+        others = [size for size in sizes if size != len(ordinary)]
+        if not sizes and self.request.is_partial:
+            others = [min(math.ceil(nominal + k * math.sqrt(nominal)), self.request.dataset_size) for k in DEVIATIONS]
+        extra = [warm_up_batch(self.request, self.setting, size) for size in others]
         return timed_steps(self.adapter, extra), len(extra)
 
     def steps(self, step_seconds: float | None) -> int:
