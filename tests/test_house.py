@@ -112,7 +112,7 @@ LIMITS = {
     "tests": Size(lines=58_615, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
-WRITTEN, WORDS = 296_937, 397
+WRITTEN, WORDS = 246_274, 397
 
 
 def files(folder: str) -> Iterator[Path]:

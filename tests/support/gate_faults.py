@@ -645,9 +645,10 @@ FAULTS = (
 
 
 def table() -> str:
-    """The lines of docs/gate-faults.md between its two marks."""
-    rows = [f"| {fault.what} | `{fault.check}` |" for fault in FAULTS]
-    return "\n".join(["| fault | caught by |", "|---|---|", *rows])
+    """The lines of docs/gate-faults.md: each check, and the faults that end at it."""
+    checks = {fault.check: [one.what for one in FAULTS if one.check == fault.check] for fault in FAULTS}
+    rows = [f"| `{check}` | {'; '.join(faults)} |" for check, faults in checks.items()]
+    return "\n".join(["| caught by | fault |", "|---|---|", *rows])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on loopback, as docs/grid.md sets one up: what stands there is what runs here."""
+"""A real Slurm of two nodes on loopback, as slurm.md beside this sets one up: what stands there is what runs here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 
 from harness.store import cache
-from tests.support.driver import ROOT
 
 NODES = ("n1", "n2")
 BLOCK = re.compile(r"```sh\n# slurm: (\w+)\n(.*?)```", re.DOTALL)
@@ -28,7 +27,7 @@ class Missing(Exception):
 
 def lines(*names: str) -> str:
     """Return the page's blocks of these names."""
-    blocks = dict(BLOCK.findall((ROOT / "docs" / "grid.md").read_text(encoding="utf-8")))
+    blocks = dict(BLOCK.findall(Path(__file__).with_suffix(".md").read_text(encoding="utf-8")))
     return "\n".join(["set -eu", *(blocks[name] for name in names)])
 
 
