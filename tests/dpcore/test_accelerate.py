@@ -32,18 +32,28 @@ accelerate = pytest.importorskip("accelerate")
 
 from dpcore.accelerate import STATE, prepare  # noqa: E402
 
+BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "max_grad_norm": 1.0}
+"""For two rounds."""
+NOISY = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+
+
+def private_run(model=None, engine=None, **options):
+    """(accelerator, engine, module, optimizer, loader), all of them new where they are not given."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+    engine = engine or PrivacyEngine(seed=1)
+    module, optimizer, loader = parts(model or network())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **options)
+    return accelerator, engine, *private
+
 
 def test_an_accelerators_loop_without_noise_ends_where_its_own_does():
     model = network()
     start, reference = state(model), copy.deepcopy(model)
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
     rate = loop(accelerator, *accelerator.prepare(*parts(model)))
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
-    engine = PrivacyEngine()
-    module, optimizer, loader = parts(reference)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **WITHOUT)
+    accelerator, engine, *private = private_run(reference, **WITHOUT)
     assert loop(accelerator, *private) == rate == 0.01 * 0.5**4
     assert len(engine.accountant) == STEPS
     assert difference(start, model, reference) < 1e-12
@@ -51,15 +61,7 @@ def test_an_accelerators_loop_without_noise_ends_where_its_own_does():
 
 def test_an_accelerator_says_where_a_batch_has_ended():
     """Loops count their steps and average weights there; it said so at every piece."""
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
-    engine = PrivacyEngine(seed=1)
-    module, optimizer, loader = parts(network())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
-        model, optimizer, loader = prepare(
-            accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **given
-        )
+    accelerator, engine, model, optimizer, loader = private_run(**NOISY)
     total = len(loader.loader)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total)
     scheduler, ended, pieces = accelerator.prepare(schedule), 0, 0
@@ -76,7 +78,7 @@ def test_an_accelerator_says_where_a_batch_has_ended():
 
 def test_a_schedule_that_an_accelerator_does_not_know_moves_once_a_batch():
     """It is stepped for every piece, with nothing of accelerate's between it and the loop."""
-    accelerator, _, model, optimizer, loader = private_run()
+    accelerator, _, model, optimizer, loader = private_run(**BUDGET)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     pieces = 0
     for x, y in loader:
@@ -89,36 +91,22 @@ def test_a_schedule_that_an_accelerator_does_not_know_moves_once_a_batch():
 
 
 def test_a_private_loop_of_an_accelerator_spends_its_budget_and_no_more():
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
-    engine = PrivacyEngine(seed=1)
-    budget = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 1, "max_grad_norm": 1.0}
-    module, optimizer, loader = parts(network())
-    private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **budget)
+    accelerator, engine, *private = private_run(**BUDGET | {"epochs": 1})
     loop(accelerator, *private)
     assert len(engine.accountant) == STEPS and 2.9 < engine.get_epsilon(1e-3) <= 3.0
     with pytest.raises(BudgetError):
         loop(accelerator, *private)
 
 
-def private_run(**options):
-    """(accelerator, engine, module, optimizer, loader), all of them new; the budget is for two rounds."""
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
-    engine = PrivacyEngine(seed=1)
-    module, optimizer, loader = parts(network())
-    options = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "max_grad_norm": 1.0} | options
-    private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **options)
-    return accelerator, engine, *private
-
-
 def test_an_accelerator_goes_on_with_its_budget_from_its_own_checkpoint(tmp_path):
-    accelerator, whole, *run = private_run()
+    accelerator, whole, *run = private_run(**BUDGET)
     loop(accelerator, *run)
     accelerator.save_state(str(tmp_path))
     loop(accelerator, *run)
     with pytest.raises(PrivacyError, match="counted 20 steps that are not in the checkpoint"):
         accelerator.load_state(str(tmp_path))
 
-    again, resumed, *rest = private_run()
+    again, resumed, *rest = private_run(**BUDGET)
     again.load_state(str(tmp_path))
     assert len(resumed.accountant) == STEPS and rest[1].optimizer.steps == STEPS
     loop(again, *rest)
@@ -129,19 +117,19 @@ def test_an_accelerator_goes_on_with_its_budget_from_its_own_checkpoint(tmp_path
     with pytest.raises(BudgetError):
         loop(again, *rest)
 
-    other = private_run(max_grad_norm=2.0)[0]
+    other = private_run(**BUDGET | {"max_grad_norm": 2.0})[0]
     with pytest.raises(PrivacyError, match=r"saved with max_grad_norm=1\.0"):
         other.load_state(str(tmp_path))
     (tmp_path / STATE).unlink()
     with pytest.raises(PrivacyError, match="budget would be counted anew"):
-        private_run()[0].load_state(str(tmp_path))
+        private_run(**BUDGET)[0].load_state(str(tmp_path))
 
 
 def test_an_accelerator_refuses_a_checkpoint_that_knows_no_budget(tmp_path):
     plain = accelerate.Accelerator(cpu=True)
     plain.prepare(*parts(network()))
     plain.save_state(str(tmp_path))
-    accelerator, _, module, *_ = private_run()
+    accelerator, _, module, *_ = private_run(**BUDGET)
     start = state(module)
     # As some scripts do: a hook that loads the weights itself, and takes the module away from those after it.
     accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
@@ -165,7 +153,7 @@ def test_an_accelerator_saves_each_of_its_runs_and_none_that_it_has_freed(tmp_pa
 
 
 def test_an_accelerator_saves_between_batches_only(tmp_path):
-    accelerator, _, model, optimizer, loader = private_run()
+    accelerator, _, model, optimizer, loader = private_run(**BUDGET)
     for x, y in loader:
         accelerator.backward(F.cross_entropy(model(x), y))
         optimizer.step()
@@ -180,7 +168,7 @@ def test_an_accelerator_saves_between_batches_only(tmp_path):
 def test_an_accelerators_batches_are_cut_as_asked(size):
     ends = []
     for options in ({}, {"max_physical_batch_size": size}):
-        accelerator, engine, *run = private_run(**options)
+        accelerator, engine, *run = private_run(**BUDGET | options)
         assert loop(accelerator, *run) == 0.01 * 0.5**4
         assert len(engine.accountant) == STEPS
         ends.append(accelerator.unwrap_model(run[0]).to_standard_module())
