@@ -25,8 +25,10 @@ from tests.dpcore.trainer_parts import (
     InOrder,
     Texts,
     arguments,
+    classifier,
     difference,
     language_model,
+    mixture_of_experts,
     state,
     words_and_tokenizer,
 )
@@ -37,8 +39,7 @@ from dpcore.transformers import STATE, DPTrainer, DPTrainerMixin  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NOISY = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
-WHOLE = NOISY | {"max_physical_batch_size": EXAMPLES}
-"""Batches in one piece."""
+WHOLE = NOISY | {"max_physical_batch_size": EXAMPLES}  # batches in one piece
 
 
 @pytest.fixture
@@ -213,21 +214,13 @@ class Labelled(Texts):
         return {"input_ids": self.ids[i], "labels": self.label(i)}
 
 
-def classifier(**options) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=8, **sizes, **rates, **options)
-    return transformers.BertForSequenceClassification(config).double()
-
-
 SIGNED = torch.randn(EXAMPLES, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 PROBLEMS = {
     "numbers": ({"num_labels": 2, "problem_type": "regression"}, lambda i: SIGNED[i]),
     "a whole number": ({"num_labels": 1}, lambda i: torch.tensor(i % 3)),
     "one label of several": (
         {"num_labels": 1, "problem_type": "multi_label_classification"},
-        lambda i: SIGNED[i, :1] > 0,
+        lambda i: (SIGNED[i, :1] > 0).double(),
     ),
     "a column of classes": ({"num_labels": 3}, lambda i: torch.tensor([i % 3])),
 }
@@ -236,9 +229,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_classifiers_problem_type_chooses_the_loss(problem, tmp_path):
     options, label = PROBLEMS[problem]
-    integer = problem in ("a whole number", "a column of classes")
-    data = Labelled(label if integer else lambda i: label(i).double())
-    model = classifier(**options)
+    model, data = classifier(**options), Labelled(label)
     start, reference = state(model), copy.deepcopy(model)
     ordinary = type("Ordinary", (InOrder, transformers.Trainer), {"loss_is_scaled_for_ga": False})
     private = type("Private", (InOrder, DPTrainer), {})
@@ -440,10 +431,8 @@ def test_a_trainers_noise_is_for_as_many_steps_as_it_takes(rate, trainer):
 
 def test_a_trainer_refuses_options_that_it_would_not_follow(tmp_path, trainer):
     def positional(*given):
-        texts = Texts()
-        return DPTrainer(
-            language_model("gpt2"), arguments(tmp_path), None, texts, *given, engine=PrivacyEngine(), privacy=NOISY
-        )
+        first = language_model("gpt2"), arguments(tmp_path), None, Texts()
+        return DPTrainer(*first, *given, engine=PrivacyEngine(), privacy=NOISY)
 
     for options in ({"grad_sample_mode": "ghost"}, {"wrap_model": True}):
         with pytest.raises(UnsupportedError, match=r"grad_sample_mode='ghost' or the wrapper of wrap_model=True"):
@@ -484,14 +473,6 @@ def test_trls_trainer_without_noise_ends_where_its_own_does(tmp_path, monkeypatc
     with pytest.raises(UnsupportedError, match="packing"):
         options["packing"] = True
         private(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
-
-
-def mixture_of_experts(balanced: bool) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"vocab_size": WORDS, "num_key_value_heads": 2, "num_local_experts": 2, "max_position_embeddings": 8}
-    config = transformers.MixtralConfig(**sizes, output_router_logits=balanced, pad_token_id=0)
-    return transformers.MixtralForCausalLM(config)
 
 
 def test_a_routers_auxiliary_loss_is_not_left_out_in_silence(trainer):

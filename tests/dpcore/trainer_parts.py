@@ -90,6 +90,24 @@ def language_model(name: str) -> nn.Module:
     return model.double()
 
 
+def classifier(**options) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=8, **sizes, **rates, **options)
+    return transformers.BertForSequenceClassification(config).double()
+
+
+def mixture_of_experts(balanced: bool) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": WORDS, "num_key_value_heads": 2, "num_local_experts": 2, "max_position_embeddings": 8}
+    config = transformers.MixtralConfig(**sizes, output_router_logits=balanced, pad_token_id=0)
+    return transformers.MixtralForCausalLM(config)
+
+
 def words_and_tokenizer():
     """All words but three, and a tokenizer of transformers that splits texts into them."""
     import tokenizers
