@@ -105,11 +105,11 @@ class Size:
 # 2026-11-29: a variant may take back a variable of its file; a test of it.
 # 2026-11-29: peaks with the heap as installed; tables that were replaced or frozen stop a run of lazy noise.
 LIMITS = {
-    "harness": Size(lines=39_878, long_classes=0, long_files=0),
+    "harness": Size(lines=39_811, long_classes=0, long_files=0),
     "dpcore": Size(lines=33_921, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_559, long_classes=0, long_files=0),
-    "tests": Size(lines=58_615, long_classes=0, long_files=17),
+    "tests": Size(lines=57_804, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
 WRITTEN, WORDS = 246_274, 397

@@ -141,7 +141,7 @@ class Step:
 
     ``at``: most probable first run of the new level; it lies in ``first``..``last`` with 95 %. ``alarm``: the run after
     which it was first reported. ``ratio`` = new level / old level with its 95 % interval ``low``, ``high``.
-    ``runs_before``, ``runs_after``: of the segments on both sides. ``gain``: cost saved, in noise variances.
+    ``runs_after``: of the segment of the new level.
     """
 
     at: int
@@ -151,9 +151,7 @@ class Step:
     ratio: float
     low: float
     high: float
-    runs_before: int
     runs_after: int
-    gain: float
     confidence: float
 
 
@@ -169,13 +167,11 @@ class Segment:
 @dataclass(frozen=True)
 class Found:
     """Result of the search in one series of n values. ``alarms``: every run after which a step was reported that had
-    not been before, or elsewhere; ``retracted``: how many of those stand near no step of the final answer.
-    ``shortest``: runs after a step that it needs at least."""
+    not been before, or elsewhere; ``shortest``: runs after a step that it needs at least."""
 
     segments: tuple[Segment, ...]
     steps: tuple[Step, ...]
     alarms: tuple[int, ...]
-    retracted: int
     noise: Noise | None
     shortest: int
 
@@ -229,7 +225,7 @@ def find(values: Sequence[float] | Floats) -> Found:
     n = y.size
     if n < LEAST_RUNS:
         whole = (Segment(0, n, float(np.median(raw))),) if n else ()
-        return Found(whole, (), (), 0, None, _shortest(PENALTY))
+        return Found(whole, (), (), None, _shortest(PENALTY))
     reported: list[int] = []
     seen, starts = Noise(FLOOR), np.zeros(n, dtype=np.int64)
     for until, seen in _epochs(y):
@@ -243,9 +239,7 @@ def find(values: Sequence[float] | Floats) -> Found:
         _step(y, left, right, seen, _told(reported, alarms, left.start, right.start))
         for left, right in pairwise(segments)
     )
-    near = [(s.first - 2 * LEAST_RUNS, s.last + 2 * LEAST_RUNS) for s in steps]
-    retracted = sum(not any(low <= place <= high for low, high in near) for _, place in alarms)
-    return Found(segments, steps, tuple(run for run, _ in alarms), retracted, seen, _shortest(seen.penalty))
+    return Found(segments, steps, tuple(run for run, _ in alarms), seen, _shortest(seen.penalty))
 
 
 def _epochs(y: Floats) -> list[tuple[int, Noise]]:
@@ -364,9 +358,7 @@ def _step(y: Floats, left: Segment, right: Segment, seen: Noise, alarm: int) -> 
         ratio=math.exp(difference),
         low=math.exp(difference - half),
         high=math.exp(difference + half),
-        runs_before=at - a,
         runs_after=b - at,
-        gain=gain,
         confidence=1 - RATE * math.exp(-max(0.0, saved) / 2),
     )
 
@@ -395,7 +387,7 @@ def exact(values: Sequence[int]) -> Found:
     """
     n = len(values)
     if n == 0:
-        return Found((), (), (), 0, None, LASTING)
+        return Found((), (), (), None, LASTING)
     bounds, level = [0], values[0]
     levels = [level]
     for t in range(n - LASTING + 1):
@@ -412,6 +404,6 @@ def exact(values: Sequence[int]) -> Found:
     for left, right in pairwise(segments):
         ratio = right.level / left.level if left.level else math.inf
         alarm = right.start + LASTING - 1
-        sides = (right.start - left.start, right.stop - right.start)
-        steps.append(Step(right.start, right.start, right.start, alarm, ratio, ratio, ratio, *sides, math.inf, 1.0))
-    return Found(segments, tuple(steps), tuple(step.alarm for step in steps), 0, None, LASTING)
+        at, runs = right.start, right.stop - right.start
+        steps.append(Step(at, at, at, alarm, ratio, ratio, ratio, runs, confidence=1.0))
+    return Found(segments, tuple(steps), tuple(step.alarm for step in steps), None, LASTING)

@@ -272,14 +272,10 @@ def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
         for check in record_gate.checks:
             where = (*place, check.check)
             known = found.get(where)
-            if known is None or _worse(check, known):
+            if known is None or (not check.passed, check.error or 0.0) > (not known.passed, known.error or 0.0):
                 found[where] = check
     rows = [(*where, *(getattr(check, name) for name in shown)) for where, check in found.items()]
     return pd.DataFrame(rows, columns=[*keys, "check", *shown] if rows else None)
-
-
-def _worse(a: GateCheck, b: GateCheck) -> bool:
-    return (not a.passed, a.error or 0.0) > (not b.passed, b.error or 0.0)
 
 
 def privacy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:

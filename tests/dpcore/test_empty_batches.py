@@ -84,37 +84,37 @@ def test_noise_and_count_do_not_tell_that_a_batch_was_empty(loop, mode):
 def test_accumulated_empty_batches_count_one_by_one(loop):
     if loop in (_cleared_late, _left_out):
         pytest.skip("clears what it has accumulated")
+    assert _accumulated(loop) == [(pytest.approx(3**-0.5), 1 / 30, 30)]
+
+
+def _accumulated(loop):
+    """What is accounted where a step follows every third batch."""
     engine, model, optimizer, loader = _private()
     for number, (x, y) in enumerate(loader, 1):
         loop(model, optimizer, x, y)
         if number % 3 == 0:
             optimizer.step()
             optimizer.zero_grad()
-    assert engine.accountant.history == [(pytest.approx(3**-0.5), 1 / 30, 30)]
+    return engine.accountant.history
 
 
 def test_accumulated_batches_whose_backward_pass_is_left_out():
-    engine, model, optimizer, loader = _private()
-    for number, (x, y) in enumerate(loader, 1):
+    def loop(model, optimizer, x, y):
         loss = F.cross_entropy(model(x), y)
         if loss.isfinite():
             loss.backward()
-        if number % 3 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert engine.accountant.history == [(pytest.approx(3**-0.5), 1 / 30, 30)]
+
+    assert _accumulated(loop) == [(pytest.approx(3**-0.5), 1 / 30, 30)]
 
 
 def test_batches_in_two_pieces_may_be_empty_and_accumulated():
     """An empty batch beside another made it look as if the other had gone through twice as many passes."""
-    engine, model, optimizer, loader = _private()
-    for number, (x, y) in enumerate(loader, 1):
+
+    def loop(model, optimizer, x, y):
         for part in range(2):
             F.cross_entropy(model(x[part::2]), y[part::2]).backward()
-        if number % 3 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert engine.accountant.history == [(pytest.approx(6**-0.5), 1 / 30, 60)]
+
+    assert _accumulated(loop) == [(pytest.approx(6**-0.5), 1 / 30, 60)]
 
 
 def test_zero_grad_forgets_the_gradients_of_empty_batches_as_those_of_others():

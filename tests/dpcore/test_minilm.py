@@ -1,5 +1,5 @@
 """The encoder of the fine-tuning tasks beside the library transformers, its word pieces beside tokenizers, the example
-that fine-tunes it, and the table of its series."""
+that fine-tunes it, and its series."""
 
 from __future__ import annotations
 
@@ -111,59 +111,6 @@ def test_the_example_spends_its_budget(trained: str, library: str, tmp_path: Pat
     assert record["steps"] == 4 == round(1 / record["sample_rate"])
 
 
-def record(library: str, trained: str, seed: int, accuracy: float, seconds: float, **changes: Any) -> dict[str, Any]:
-    same = {"examples": 100, "test_examples": 50, "steps": 4, "batch_size": 25, "noise_multiplier": 0.7, "delta": 5e-3}
-    return {
-        **same,
-        "max_grad_norm": 0.1,
-        "library": library,
-        "train": trained,
-        "seed": seed,
-        "accuracy": accuracy,
-        "epsilon": 8.0,
-        "processor_seconds": seconds,
-        "trained_parameters": 1234,
-        "learning_rate": 1e-3,
-        **changes,
-    }
-
-
-def test_the_table_has_mean_range_and_pairs() -> None:
-    records = [
-        record("dpcore", "lora", 0, 0.70, 10.0),
-        record("dpcore", "lora", 1, 0.74, 20.0),
-        record("opacus", "lora", 1, 0.73, 60.0),
-        record("opacus", "bias", 1, 0.5, 7.0),
-    ]
-    text = minilm_series.page(records)
-    assert "| lora, 1,234 | dpcore | 2 | 0.7200 [0.7000, 0.7400] | 8.000 | 15 [10, 20] | 0.001 |" in text
-    assert "| bias, 1,234 | opacus | 1 | 0.5000 [0.5000, 0.5000] |" in text
-    assert "- lora: accuracy +0.0100 [+0.0100, +0.0100], 1 pairs; Opacus takes 3.00 [3.00, 3.00] times" in text
-    assert "- bias" not in text and "full" not in text.split("| trained")[1]
-
-
-def test_the_page_says_whether_pairs_differ_by_more_than_chance() -> None:
-    records = [record("dpcore", "lora", k, 0.60 + k / 100, 1.0) for k in range(6)]
-    records += [record("opacus", "lora", k, 0.65 + k / 100, 1.0) for k in range(6)]
-    text = minilm_series.page(records)
-    assert "the lower one in 6 of 6 pairs, and lower by 0.0500 on average" in text
-    assert "p = 0.03" in text and "3% have a mean difference" in text and "Chance alone seldom" in text
-    assert "a standard deviation of 0.0187" in text and "has one of 0.0108" in text and "the tries" not in text
-    records[6] |= {"accuracy": 0.4}
-    tries = [record("dpcore", "lora", 100, 0.7, 1.0), record("dpcore", "lora", 100, 0.5, 1.0, learning_rate=1.0)]
-    text = minilm_series.page(records, [], tries)
-    assert "in 5 of 6 pairs" in text and "Chance alone would do as much" in text
-    assert "dpcore with seed 100 on 50 other\nreviews, had 0.7000 (lora)." in text
-
-
-def test_records_of_different_settings_make_no_table() -> None:
-    records = [record("dpcore", "lora", 0, 0.7, 1.0), record("opacus", "lora", 0, 0.7, 1.0, steps=5)]
-    with pytest.raises(ValueError, match=r"different steps: \[4, 5\]"):
-        minilm_series.page(records)
-    with pytest.raises(ValueError, match="no record"):
-        minilm_series.page([])
-
-
 def test_a_series_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[str]] = []
 
@@ -202,50 +149,6 @@ def test_the_best_rate_of_each_kind_is_taken_and_no_try_is_made_twice(
         best = minilm_series.tune(Path("d"), tmp_path, [])
     assert best == {"full": 1e-3, "lora": 5e-3, "bias": 2e-3} and len(made) == len(set(made)) == 6
     assert minilm_series.TUNING_SEED not in minilm_series.SEEDS
-
-
-def test_exact_tests_of_pairs() -> None:
-    assert minilm_series.sign_test([-1.0, -2.0, -3.0, 0.0, 4.0]) == 2 * (1 + 4) / 16
-    assert minilm_series.sign_test([-1.0, 1.0]) == 1.0
-    # Of 16 exchanges these alone are as far from zero: all below, all above.
-    assert minilm_series.permutation_test([-1.0, -2.0, -3.0, -4.0]) == 2 / 16
-    # And here also the two with the smallest one turned round.
-    assert minilm_series.permutation_test([1.0, -2.0, -3.0, -4.0]) == 4 / 16
-
-
-def agreement(**changes: Any) -> dict[str, Any]:
-    return {
-        "train": "lora",
-        "steps": 4,
-        "examples": 100,
-        "batch_size": 25,
-        "trained_parameters": 5000,
-        "same_start": True,
-        "first_gradient": 2e-6,
-        "update": 3e-6,
-        "update_without_key_biases": 3e-6,
-        "noise_steps": 4,
-        "noise_over_sigma_c_by_b": {"dpcore": 1.01, "opacus": 0.99},
-        "noise_correlation": {"dpcore": 0.02, "opacus": -0.01},
-        **changes,
-    }
-
-
-def test_the_page_says_whether_both_compute_the_same() -> None:
-    records = [record(name, "lora", seed, 0.7, 1.0) for name in minilm_series.LIBRARIES for seed in (0, 1)]
-    same = minilm_series.page(records, [agreement()])
-    row = "| lora | 2.0e-06 | 3.0e-06 | 1.0100 ± 0.0050 | 0.9900 ± 0.0050 | 0.0200 ± 0.0141 | -0.0100 ± 0.0141 |"
-    assert row in same
-    assert "are the same in both" in same and "biases of keys" not in same
-    for change in (
-        {"same_start": False},
-        {"first_gradient": 2e-3},
-        {"update_without_key_biases": 2e-3},
-        {"noise_over_sigma_c_by_b": {"dpcore": 1.03, "opacus": 1.0}},
-        {"noise_correlation": {"dpcore": 0.0, "opacus": -0.1}},
-    ):
-        assert "do not do the same" in minilm_series.page(records, [agreement(**change)])
-    assert "with them it is 2.0e-02 (lora)" in minilm_series.page(records, [agreement(update=2e-2)])
 
 
 @pytest.mark.parametrize("trained", minilm_agreement.KINDS)

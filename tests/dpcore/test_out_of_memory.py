@@ -23,6 +23,7 @@ from dpcore.clipping import clip_factors
 from dpcore.example_isolation import check as isolation
 from dpcore.microbatch.memory import ran_out
 from dpcore.noise import GaussianNoise
+from tests.dpcore.test_own_clipping_rules import Sequences
 
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 CPU_MESSAGE = (
@@ -144,18 +145,6 @@ class RunsOutOnce:
         if not self.left:
             raise torch.OutOfMemoryError(CUDA_MESSAGE)
         return clip_factors(norms, c)
-
-
-class Sequences(nn.Module):
-    """A model whose large weight's gradients are added example by example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.large, self.head = nn.Linear(256, 256), nn.Linear(256, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.large(x)).mean(1))
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 18, 23])

@@ -18,7 +18,7 @@ from dpcore.noise import GaussianNoise
 from dpcore.replicas import check_replicates
 from tests.dpcore import ranks, trainer_ranks
 from tests.dpcore.several import launch, trained_alone, union
-from tests.dpcore.test_trainers import EXAMPLES, PIECES, ROWS, STEPS, Texts, language_model
+from tests.dpcore.trainer_parts import EXAMPLES, PIECES, ROWS, STEPS, Texts, language_model
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -21,23 +21,22 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dpcore import PrivacyEngine, UnsupportedError
 from dpcore.utils import batch_memory_manager
-from tests.dpcore import ranks, torchvision_on_cpu
-from tests.dpcore.test_trainers import (
+from tests.dpcore import ranks
+from tests.dpcore.trainer_parts import (
     PIECES,
     ROWS,
     WITHOUT,
-    WORDS,
     InOrder,
     Texts,
     arguments,
     difference,
     language_model,
+    loop,
     network,
     numbers,
     state,
+    words_and_tokenizer,
 )
-
-torchvision_on_cpu.make_importable()
 
 ROUNDS = 2
 """Of ten steps: two processes take 16 of the 160 examples at a time."""
@@ -72,8 +71,6 @@ def prepared(using: Any, engine: PrivacyEngine, model: nn.Module, loader: DataLo
 
 def check_accelerate_same() -> Any:
     """How far the private run ends from accelerate's own, over how far both went; the learning rates; the steps."""
-    from tests.dpcore.test_trainers import loop
-
     start, rates, ends, engine = state(network()), [], [], PrivacyEngine()
     for private in (False, True):
         model, using = network(), accelerator(gradient_accumulation_steps=PIECES)
@@ -173,19 +170,11 @@ def run_both(kinds: Any, folder: Path, name: str, given: Any, **options: Any) ->
 
 def check_trl_same(folder: Path) -> Any:
     import datasets
-    import tokenizers
-    import transformers
     import trl
 
     from dpcore.transformers import DPTrainerMixin
 
-    words = [f"w{i}" for i in range(WORDS - 3)]
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
-    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    words, tokenizer = words_and_tokenizer()
     texts = [" ".join(words[int(i) % len(words)] for i in row) for row in Texts().ids]
     fixed = {"bf16": False, "gradient_checkpointing": False, "max_length": 8, "optim": "sgd"}
 

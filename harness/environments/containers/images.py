@@ -210,7 +210,7 @@ def build(framework: Framework, on: Engine, log: Log, device: str = "cpu", fresh
 
 
 def _halves(lock: Lock, files: list[Path]) -> dict[str, str]:
-    sources = {lockfile.name_and_version(path.name)[0] for path in files if lockfile.is_source(path)}
+    sources = {lockfile.name_and_version(path.name)[0] for path in files if path.suffix != ".whl"}
     return {
         "wheels.txt": "".join(f"{pin}\n" for pin in lock.pins if pin.name not in sources),
         "sources.txt": "".join(f"{pin}\n" for pin in lock.pins if pin.name in sources),

@@ -182,11 +182,6 @@ def name_and_version(file_name: str) -> tuple[str, str]:
     return name, version.public
 
 
-def is_source(path: Path) -> bool:
-    """Return whether the file is a source distribution."""
-    return not path.name.endswith(".whl")
-
-
 _hashes: dict[tuple[str, int, int], str] = {}
 
 

@@ -128,7 +128,7 @@ def cumulative(tables: Tables, section: Section) -> list[Grid]:
     grids = []
     for run in cumulative_runs(tables, section):
         rows = []
-        scaled, disturbed = _scaled(run), _disturbed(run)
+        scaled, disturbed = _marked(run)
         for name in [n for n in tables.order if n in run.curves]:
             curves = run.curves[name]
             entries = [
@@ -153,13 +153,10 @@ def cumulative(tables: Tables, section: Section) -> list[Grid]:
     return grids
 
 
-def _scaled(run: CumulativeRun) -> set[str]:
-    """Return contestants whose epochs themselves were extrapolated from a part."""
-    return set(run.cells.contestant[run.cells.extrapolated])
-
-
-def _disturbed(run: CumulativeRun) -> set[str]:
-    return set(run.cells.contestant[run.cells.disturbed > 0])
+def _marked(run: CumulativeRun) -> tuple[set[str], set[str]]:
+    """Return the contestants whose epochs themselves were extrapolated from a part, and those that were disturbed."""
+    names = run.cells.contestant
+    return set(names[run.cells.extrapolated]), set(names[run.cells.disturbed > 0])
 
 
 def cumulative_numbers(tables: Tables) -> pd.DataFrame:
@@ -167,7 +164,7 @@ def cumulative_numbers(tables: Tables) -> pd.DataFrame:
     rows = []
     for section in model.sections(tables):
         for run in cumulative_runs(tables, section):
-            scaled, disturbed = _scaled(run), _disturbed(run)
+            scaled, disturbed = _marked(run)
             for name, curves in run.curves.items():
                 for epoch in range(1, PAPER_EPOCHS + 1):
                     here = curves[:, epoch - 1]
@@ -360,7 +357,7 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
                 r.contestant,
                 str(r.batch_size),
                 "yes" if r.there else "no",
-                number(r.seconds) + model.doubts(r) + _range(r),
+                number(r.seconds) + model.doubts(r) + model.interval(r.low, r.high),
                 number(r.start_seconds),
                 number(r.epochs),
                 f"{r.test:.1%}",
@@ -398,10 +395,6 @@ def _guessing(task: str, target: float) -> list[str]:
         f"Guessing among {classes} classes reaches {1 / classes:.0%}: hardly anything has been learnt, and "
         "these seconds are no time to an accuracy worth having."
     ]
-
-
-def _range(r: Any) -> str:
-    return model.interval(r.low, r.high)
 
 
 @lru_cache(maxsize=4)

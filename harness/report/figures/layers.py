@@ -105,13 +105,13 @@ def modes(size: int, frame: pd.DataFrame, where: str) -> Drawing:
             pair = str(measured.contestant), str(measured.passes)
             place = names.index(str(measured.layer)) + 0.76 * (pairs.index(pair) - (len(pairs) - 1) / 2) / len(pairs)
             if what == "runtime":
-                one.bar_across(place, measured.runtime_low, measured.runtime_high, style[pair])
+                one.bar(place, measured.runtime_low, measured.runtime_high, style[pair], across=True)
             one.mark(getattr(measured, what), place, style[pair], 4)
     notes = [
         f"Runtime: {_rounds(private)} Between two lines: one layer, the contestants in the order of the legend."
         " Filled, wholly or by half: forward, backward and the clipped sum. Open: forward and backward with per-sample "
         "gradients only, which leaves the clipping to be paid.",
-        *_absent_by(private),
+        *_absent(private, by_contestant=True),
         where,
     ]
     panel.below(drawing, notes, {_label(pair): replace(look, line="") for pair, look in style.items()})
@@ -276,21 +276,15 @@ def _look(contestant: str, passes: str) -> Look:
     return replace(own, line="-", fill=fill)
 
 
-def _absent(frame: pd.DataFrame) -> list[str]:
-    """Return cells without runtime and memory, which the table of the report gives a state and a reason."""
-    gone = frame[frame.runtime.isna() & frame.memory.isna()]
+def _absent(frame: pd.DataFrame, by_contestant: bool = False) -> list[str]:
+    """Return cells without runtime and memory, which the table of the report gives a state and a reason: at which batch
+    sizes, or by whom."""
+    gone = frame[frame.runtime.isna() & frame.memory.isna()].groupby("layer", sort=False)
     places = [
-        f"{layer} at {', '.join(map(str, sorted(group.batch_size)))}"
-        for layer, group in gone.groupby("layer", sort=False)
-    ]
-    return [f"Not measured: {'; '.join(places)}."] if places else []
-
-
-def _absent_by(frame: pd.DataFrame) -> list[str]:
-    """Return the same of one batch size and several contestants."""
-    gone = frame[frame.runtime.isna() & frame.memory.isna()]
-    places = [
-        f"{layer} by {', '.join(dict.fromkeys(group.contestant))}" for layer, group in gone.groupby("layer", sort=False)
+        f"{layer} by {', '.join(dict.fromkeys(group.contestant))}"
+        if by_contestant
+        else f"{layer} at {', '.join(map(str, sorted(group.batch_size)))}"
+        for layer, group in gone
     ]
     return [f"Not measured: {'; '.join(places)}."] if places else []
 

@@ -126,32 +126,22 @@ class Panel:
         """Draw a point."""
         self.drawing.items.append(Mark(*self.at(x, y), look.marker, size, str(look.colour), look.fill))
 
-    def bar(self, x: float, low: float, high: float, look: Look) -> None:
-        """Draw an interval; an end beyond the axis is an arrow at its edge."""
+    def bar(self, place: float, low: float, high: float, look: Look, across: bool = False) -> None:
+        """Draw an interval, upwards or ``across``; an end beyond the axis is an arrow at its edge."""
         if math.isnan(low) or math.isnan(high):
             return
-        colour = str(look.colour)
-        ends = [self.at(x, min(max(value, self.y.low), self.y.high)) for value in (low, high)]
-        self.drawing.curve(ends, colour, 1.0)
-        for value, (across, y), arrow in ((low, ends[0], "v"), (high, ends[1], "^")):
-            if self.y.holds(value):
-                self.drawing.curve(((across - 2.5, y), (across + 2.5, y)), colour, 1.0)
+        colour, axis = str(look.colour), self.x if across else self.y
+        thickness, cap, arrows, size = (0.8, 1.5, "<>", 3) if across else (1.0, 2.5, "v^", MARKER)
+        ends = [min(max(value, axis.low), axis.high) for value in (low, high)]
+        points = [(end, place) if across else (place, end) for end in ends]
+        self.drawing.curve([self.at(*point) for point in points], colour, thickness)
+        for value, point, arrow in zip((low, high), points, arrows, strict=True):
+            x, y = self.at(*point)
+            if axis.holds(value):
+                ticks = ((x, y - cap), (x, y + cap)) if across else ((x - cap, y), (x + cap, y))
+                self.drawing.curve(ticks, colour, thickness)
             else:
-                edge = self.y.low if arrow == "v" else self.y.high
-                self.mark(x, edge, Look(colour, arrow, ""))
-
-    def bar_across(self, y: float, low: float, high: float, look: Look) -> None:
-        """Draw an interval to the right; an end beyond the axis is an arrow at its edge."""
-        if math.isnan(low) or math.isnan(high):
-            return
-        colour = str(look.colour)
-        ends = [self.at(min(max(value, self.x.low), self.x.high), y) for value in (low, high)]
-        self.drawing.curve(ends, colour, 0.8)
-        for value, (x, down), arrow in ((low, ends[0], "<"), (high, ends[1], ">")):
-            if self.x.holds(value):
-                self.drawing.curve(((x, down - 1.5), (x, down + 1.5)), colour, 0.8)
-            else:
-                self.mark(self.x.low if arrow == "<" else self.x.high, y, Look(colour, arrow, ""), 3)
+                self.mark(*point, Look(colour, arrow, ""), size)
 
     def name(self, x: float, y: float, text: str) -> bool:
         """Write a name beside a grey line, which is in no legend, inside of the panel; False where another name is in

@@ -98,24 +98,6 @@ def _optax(terms: Terms) -> Any:
     return optax.sgd(terms.learning_rate)
 
 
-def jax_non_private(terms: Terms) -> Example:
-    """The loop without DP, beside which :mod:`lines` counts what a user changes: value, gradient, Optax."""
-    import optax
-
-    loss, weights = _start(terms)
-    optimizer = _optax(terms)
-
-    def batch_loss(weights: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jax.vmap(loss, (None, 0, 0))(weights, x, y).mean()
-
-    @jax.jit
-    def step(weights: Tree, state: Any, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
-        updates, state = optimizer.update(jax.grad(batch_loss)(weights, x, y), state, weights)
-        return optax.apply_updates(weights, updates), state
-
-    return Loop(terms, step, weights, optimizer.init(weights))
-
-
 def optax_aggregate(terms: Terms) -> Example:
     """Optax' page on differential privacy: vmap(grad), then the aggregate as the first of a chain."""
     import optax
@@ -195,31 +177,9 @@ def jax_privacy_git_trainer(terms: Terms) -> Example:
     return Loop(terms, step, weights, trainer.init(weights))
 
 
-def objax_non_private(terms: Terms) -> Example:
-    """The loop without DP, beside which :mod:`lines` counts what a user changes."""
-    import objax  # which the adapter has made fit for this JAX
-
-    def gradients(loss: Callable[..., jax.Array], variables: Any) -> Any:
-        return objax.GradValues(loss, variables)
-
-    return Loop(terms, *_objax(terms, gradients), None)
-
-
 def objax_private_gradients(terms: Terms) -> Example:
     """Objax' script on private MNIST: PrivateGradValues with micro-batches of one, SGD, one Jit."""
     import objax  # which the adapter has made fit for this JAX
-
-    def gradients(loss: Callable[..., jax.Array], variables: Any) -> Any:
-        return objax.privacy.dpsgd.PrivateGradValues(
-            loss, variables, terms.noise_multiplier, terms.max_grad_norm, microbatch=1, batch_axis=(0, 0)
-        )
-
-    return Loop(terms, *_objax(terms, gradients), None)
-
-
-def _objax(terms: Terms, gradients: Callable[..., Any]) -> tuple[Step, Tree]:
-    """The step of Objax' scripts by these gradients, and the weights."""
-    import objax
 
     loss_of = jax_models.example_loss(terms.task)
     names = tuple(terms.task.parameters)
@@ -232,7 +192,9 @@ def _objax(terms: Terms, gradients: Callable[..., Any]) -> tuple[Step, Tree]:
     def loss(x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.vmap(loss_of, (None, 0, 0))(read(), x, y).mean()
 
-    gradients_of = gradients(loss, model.vars())
+    gradients_of = objax.privacy.dpsgd.PrivateGradValues(
+        loss, model.vars(), terms.noise_multiplier, terms.max_grad_norm, microbatch=1, batch_axis=(0, 0)
+    )
 
     def train(x: jax.Array, y: jax.Array) -> Any:
         found, value = gradients_of(x, y)
@@ -245,4 +207,4 @@ def _objax(terms: Terms, gradients: Callable[..., Any]) -> tuple[Step, Tree]:
         train_op(x, y)
         return read(), None
 
-    return step, read()
+    return Loop(terms, step, read(), None)

@@ -57,17 +57,6 @@ def _optimizer(terms: Terms) -> Any:
     )
 
 
-def keras_non_private(terms: Terms) -> Example:
-    """The loop without DP, beside which :mod:`lines` counts what a user changes: compile, then fit."""
-    import keras
-
-    from frameworks.keras.networks import network, variables
-
-    model = network(terms.task)
-    model.compile(optimizer=_optimizer(terms), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return Loop(terms, model, variables(terms.task, model))
-
-
 def keras_make_private(terms: Terms) -> Example:
     """JAX Privacy's page on Keras: DPKerasConfig, make_private, compile, fit."""
     import keras

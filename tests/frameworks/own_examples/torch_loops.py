@@ -97,22 +97,6 @@ def _usual(optimizer: Any, model: nn.Module, criterion: Any) -> Step:
     return step
 
 
-def pytorch_eager(terms: Terms) -> Example:
-    """The loop without DP, beside which :mod:`lines` counts what a user changes."""
-    network = model = _network(terms)
-    optimizer = _optimizer(model, terms)
-    criterion = _criterion(terms)
-    return Loop(terms, network, _usual(optimizer, model, criterion))
-
-
-def peft_eager(terms: Terms) -> Example:
-    """The same on a model of PEFT."""
-    network, model, weights = _peft(terms)
-    optimizer = _optimizer(model, terms)
-    criterion = _criterion(terms)
-    return Loop(terms, network, _usual(optimizer, model, criterion), weights=weights)
-
-
 def _peft(terms: Terms) -> tuple[nn.Module, nn.Module, Mapping[str, nn.Parameter]]:
     """The network, the model of PEFT around it, and the weights of both."""
     from frameworks.dp_lora.adapter import as_peft

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import statistics
@@ -58,10 +57,6 @@ LOOPS = {
     "torch_func-eager": "torch_loops",
 }
 """Module of a contestant's example."""
-PACKAGES = (
-    *("backpack-for-pytorch", "dp-lora", "fastDP", "jax", "jax-privacy", "keras", "objax", "opacus", "opake", "optax"),
-    *("private-transformers", "pyvacy", "tensorflow-cpu", "tensorflow-privacy", "torch"),
-)
 
 
 def optimizer_of(task: Task) -> Optimizer:
@@ -216,26 +211,12 @@ def turns(contestant: str, task: Task, count: int) -> dict[str, Any]:
     }
 
 
-def versions(contestant: str) -> dict[str, str]:
-    """Return those of the libraries that are here, and of the checkout's dpcore where it is the contestant."""
-    found = {}
-    if contestant.startswith("dpcore-"):
-        found["dpcore"] = importlib.import_module("dpcore").__version__
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main(contestant: str, kind: str, task: str, count: int = 0) -> dict[str, Any]:
     """Return what was found, with what it was found of."""
     if LOOPS[contestant] != "torch_loops":  # which take as many threads as they have cores
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     measured = update(contestant, known_task(task)) if kind == "update" else turns(contestant, known_task(task), count)
-    said = {"contestant": contestant, "task": task, "versions": versions(contestant)}
-    return {**said, kind: {"batch_size": BATCH_SIZE[kind], **measured}}
+    return {"contestant": contestant, "task": task, kind: measured}
 
 
 if __name__ == "__main__":
