@@ -86,6 +86,41 @@ def test_rounds_cost_what_the_matrix_says_and_parts_of_rounds_no_more(data, cycl
     assert charged >= moved_most(mechanism, cycle, rounds, kept) * (1 - 1e-9)
 
 
+# Sensitivity by jax_privacy 2.0.0's fixed_epoch_sensitivity, and epsilon at a noise multiplier of 10 and delta 1e-5 by
+# dp_accounting 0.6.0's get_epsilon_gaussian: python -m proofs.correlated_peers holds more of them.
+JUDGED = {
+    ("previous", 0.5, 5, 3): (2.0415394863631167, 0.7420167910157284),
+    ("previous", 0.95, 16, 8): (13.26549540528265, 6.092353788007126),
+    ("square_root", 4, 16, 8): (3.64056419068622, 1.4010693919955914),
+    ("square_root", 32, 64, 4): (3.2939343759435125, 1.2545271293157172),
+    ("banded", 4, 5, 3): (2.1130176880471208, 0.7704831149718505),
+    ("banded", 32, 64, 4): (2.944130010559613, 1.1086047607748646),
+}
+
+
+@pytest.mark.parametrize(("maker", "value", "cycle", "rounds"), JUDGED)
+def test_costs_and_epsilon_are_those_of_two_other_packages(maker, value, cycle, rounds):
+    costs = getattr(CorrelatedNoise, maker)(value).costs(cycle, rounds)
+    accountant = PRVAccountant()
+    for cost in costs:
+        accountant.step(noise_multiplier=10.0 / math.sqrt(cost), sample_rate=1.0)
+    found = math.sqrt(math.fsum(costs)), accountant.get_epsilon(1e-5)
+    for own, theirs in zip(found, JUDGED[maker, value, cycle, rounds], strict=True):
+        assert theirs * (1 - 1e-9) <= own <= theirs * (1 + 1e-6)
+
+
+def test_weights_that_jax_privacy_optimised_are_taken_and_better_than_the_formula():
+    """optimize_banded_toeplitz(128, 8) of jax_privacy 2.0.0, over its first; it says 9.7095 for eight rounds of 16."""
+    weights = (1.0, 0.633074, 0.536305, 0.482211, 0.443036, 0.410155, 0.379069, 0.345013)
+
+    def deviation(mechanism):
+        sums = np.linalg.solve(matrix(mechanism, 128).T, np.tri(128).T)
+        return math.sqrt((sums**2).sum() / 128 * sum(mechanism.costs(16, 8)))
+
+    assert deviation(CorrelatedNoise(weights, is_banded=True)) == pytest.approx(9.709494803865086, rel=1e-6)
+    assert deviation(CorrelatedNoise.banded(8)) == pytest.approx(1.049 * 9.7095, rel=1e-3)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_no_gradients_of_an_example_move_more(data, cycle, rounds, seed):
