@@ -65,9 +65,9 @@ class Reading(Watch):
 def _hooks(module: nn.Module) -> list[Any]:
     """Return all that run while the module is called, those of all modules among them."""
     of_all = torch.nn.modules.module
-    several = (module._forward_pre_hooks, module._forward_hooks)
-    several += (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
-    return [hook for some in several for hook in some.values()]
+    before = (module._forward_pre_hooks, of_all._global_forward_pre_hooks)
+    behind = (module._forward_hooks, of_all._global_forward_hooks)
+    return [hook for hooks in (*before, *behind) for hook in hooks.values()]
 
 
 class Read(Watch):
