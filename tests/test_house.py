@@ -106,11 +106,11 @@ class Size:
 # 2026-11-29: peaks with the heap as installed; tables that were replaced or frozen stop a run of lazy noise.
 # 2026-11-29: lazy tables beside other hooks, threads and engines; mechanisms beside others; README's loop in pieces.
 LIMITS = {
-    "harness": Size(lines=39_811, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_963, long_classes=0, long_files=0),
+    "harness": Size(lines=39_812, long_classes=0, long_files=0),
+    "dpcore": Size(lines=33_979, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_588, long_classes=0, long_files=0),
-    "tests": Size(lines=57_840, long_classes=0, long_files=17),
+    "tests": Size(lines=57_884, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
 WRITTEN, WORDS = 246_994, 399

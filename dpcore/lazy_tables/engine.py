@@ -199,6 +199,11 @@ class LazyEngine:
         self._check_owner()
         table.bring_up(_within(rows.long().unique(), table.rows), self._history)
 
+    @property
+    def is_owner(self) -> bool:
+        """Return whether the thread that asks is the one that makes the steps."""
+        return self._owner == _here()
+
     def _deviation(self) -> float:
         """Return the standard deviation of a step's noise, as the engine has it now."""
         divisor = check_divisor(self.engine.expected_batch_size)
@@ -206,10 +211,12 @@ class LazyEngine:
 
     def _check_owner(self) -> None:
         """Let nobody but the thread that makes the steps touch rows that wait: two would draw or lose their noise."""
-        if self._owner == _here():
+        if self.is_owner:
             return
-        if any(table.is_hidden for table in self._tables.values()):
-            who = "process was forked" if self._owner[0] != os.getpid() else "model or the engine is used by a thread"
+        process, thread = self._owner
+        is_forked = process != os.getpid()
+        if any(table.is_hidden for table in self._tables.values()) and (is_forked or thread.is_alive()):
+            who = "process was forked" if is_forked else "model or the engine is used by another thread"
             raise PrivacyError(
                 f"The {who} while rows of a table waited for their noise: two would draw it, and their difference "
                 "would be bare. Call flush() before that, where the steps are made."
@@ -264,9 +271,9 @@ class LazyEngine:
                 _put(self.model, name, module)
 
 
-def _here() -> tuple[int, int]:
+def _here() -> tuple[int, threading.Thread]:
     """Return the process and the thread that ask."""
-    return os.getpid(), threading.get_ident()
+    return os.getpid(), threading.current_thread()
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -18,6 +18,9 @@ class Owner(Protocol):
 
     def read(self, table: Table, rows: Tensor) -> None: ...
 
+    @property
+    def is_owner(self) -> bool: ...
+
 
 class Watch:
     """The hooks of one table's module. A copy of a module has none that do anything."""
@@ -54,12 +57,18 @@ class Reading(Watch):
         """Show the table."""
         if self.table is None or self.engine is None or not self.waits:
             return
-        if any(not isinstance(hook, Watch) for hook in _hooks(module)):
-            self.engine.flush()  # Somebody else's would see all of the table.
+        if _is_seen(module):
+            self.engine.flush()
             return
         ids: Tensor = args[0] if args else named["input"]
         self.engine.read(self.table, ids)
         self.table.show(True)
+
+
+def _is_seen(module: nn.Module) -> bool:
+    """Return whether somebody else's hook, mode or ``forward`` sees all of the table while the module is called."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return modes > 0 or "forward" in vars(module) or any(not isinstance(hook, Watch) for hook in _hooks(module))
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -78,7 +87,7 @@ class Read(Watch):
 
     def __call__(self, *_: Any) -> None:
         """Hide the table again."""
-        if self.table is not None and self.waits:
+        if self.table is not None and self.engine is not None and self.waits and self.engine.is_owner:
             self.table.show(False)
 
 

@@ -188,7 +188,7 @@ class Table:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    return tensor.numel() > 1 and not any(tensor.stride())
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
 
 
 def add_noise(target: Tensor, deviations: Tensor, name: bytes, rows: Tensor, start: int) -> None:

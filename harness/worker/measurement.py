@@ -6,6 +6,7 @@ import math
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 
 from harness.contract import Adapter, Unsupported, require
 from harness.data.pretrained import starting_parameters
@@ -31,10 +32,6 @@ is one more than SETTLING_STEPS: who is judged by what is done once gets fewer t
 SETTLING_STEPS = 3
 """Libraries do more in their first steps than in later ones: dpcore looks whether the first three batches mix their
 examples, a compiler guesses at the second batch which sizes change."""
-
-DEVIATIONS = (3.0, -1.0, 1.5, 2.0)
-"""Of sizes of Poisson batches from the nominal one, in their standard deviation: of some thousand the largest is the
-first."""
 
 
 class Measurement:
@@ -85,17 +82,20 @@ class Measurement:
         return sum(seconds), min(seconds), len(seconds)
 
     def warm_up(self, sizes: Sequence[int]) -> tuple[float, int]:
-        """(seconds, steps): one step of every other compiled size that occurs in the batches. Where no size is compiled
-        and a part of an epoch is timed, steps of sizes as an epoch draws them, its largest first: who asks for memory
-        when a batch is larger than all before would do so for most of the steps that are timed, and hardly ever in
-        an epoch."""
+        """(seconds, steps of the expected size that they equal): one step of every other compiled size that occurs in
+        the batches. Where none is compiled and a part of an epoch is timed, steps of sizes as an epoch draws them, its
+        largest first: who asks for memory when a batch is larger than all before does so in most of the steps that are
+        timed, and in hardly any of an epoch."""
         nominal = self.request.batch_size
         ordinary, _ = warm_up_batch(self.request, self.setting, nominal)
         others = [size for size in sizes if size != len(ordinary)]
-        if not sizes and self.request.is_partial:
-            others = [min(math.ceil(nominal + k * math.sqrt(nominal)), self.request.dataset_size) for k in DEVIATIONS]
+        if not sizes and self.request.is_partial and self.request.sampling == "poisson":
+            deviation = math.sqrt(nominal * max(0.0, 1 - nominal / self.request.dataset_size))
+            # Half of all epochs have none that is larger.
+            largest = NormalDist().inv_cdf(0.5 ** (1 / self.whole_epoch))
+            others = [max(1, round(nominal + k * deviation)) for k in (largest, -1.0, largest / 3, largest / 2)]
         extra = [warm_up_batch(self.request, self.setting, size) for size in others]
-        return timed_steps(self.adapter, extra), len(extra)
+        return timed_steps(self.adapter, extra), len(extra) if sizes else round(sum(others) / nominal)
 
     def steps(self, step_seconds: float | None) -> int:
         if self.request.steps is not None:

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from dpcore import Engine, GaussianNoise
 from dpcore.errors import PrivacyError, UnsupportedError
@@ -433,14 +435,13 @@ def test_rows_that_wait_are_for_one_thread():
     x, y = batch(torch.Generator().manual_seed(2), size=3)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for ask in (lambda: one.model(*x), lambda: one.step(x, y), one.flush):
-            with pytest.raises(PrivacyError, match=r"used by a thread .* flush\(\) before that"):
+            with pytest.raises(PrivacyError, match=r"used by another thread .* flush\(\) before that"):
                 pool.submit(ask).result()
         one.flush()
         pool.submit(one.step, x, y).result()
-        with pytest.raises(PrivacyError, match="used by a thread"):
+        with pytest.raises(PrivacyError, match="used by another thread"):
             one.flush()
-        pool.submit(one.flush).result()
-    usual.step(x, y)
+    usual.step(x, y)  # The pool's thread has ended: nobody else can draw the noise.
     assert same(one.model.state_dict(), usual.model.state_dict())
 
 
@@ -465,6 +466,28 @@ def test_somebody_elses_hooks_see_no_row_that_waits(of_all, before):
     assert len(seen) == 1 and (
         bool(seen[0].isnan().all()) or torch.equal(seen[0], one.model.state_dict()["items.weight"])
     )
+
+
+def test_somebody_elses_mode_or_forward_sees_no_row_that_waits():
+    class Looks(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is F.embedding:
+                seen.append(args[1].detach().clone())
+            return func(*args, **(kwargs or {}))
+
+    def wrapped(ids):
+        seen.append(one.model.items.weight.detach().clone())
+        return forward(ids)
+
+    one, seen = engine(Model()), []
+    forward = one.model.items.forward
+    for mode in (Looks(), nullcontext()):
+        one.step(*batch(torch.Generator(), size=3))
+        if not isinstance(mode, Looks):
+            one.model.items.forward = wrapped
+        with mode:
+            one.model.items(torch.tensor([[1, 2]]))
+        assert torch.equal(seen.pop(), one.model.state_dict()["items.weight"])
 
 
 def test_a_state_of_the_optimizer_that_was_kept_holds_still():
@@ -502,6 +525,16 @@ def test_two_engines_do_not_take_turns_on_one_model(momentum):
     one.step(*batch(torch.Generator(), size=3))
     with pytest.raises(PrivacyError, match=r"another LazyEngine, whose flush\(\)"):
         other.step(*batch(torch.Generator(), size=3))
+
+
+def test_two_engines_of_a_table_of_one_column_do_not_take_turns():
+    model = nn.Sequential(nn.Embedding(9, 1), nn.Flatten())
+    usual = torch.optim.SGD(model.parameters(), lr=0.1)
+    one, other = (engine(model, lazy=["0"], optimizer=usual) for _ in range(2))
+    x, y = torch.randint(9, (3, 2)), torch.randint(2, (3,))
+    one.step(x, y)
+    with pytest.raises(PrivacyError, match="another LazyEngine"):
+        other.step(x, y)
 
 
 def test_momentum_is_not_switched_on_or_off():

@@ -73,7 +73,7 @@ def test_a_peak_is_weighed_with_the_heap_as_it_is_installed() -> None:
     for mode, shell in (
         ("memory", {}),
         ("probe", {}),
-        ("time", {"MALLOC_ARENA_MAX": "1"}),
+        ("time", {"MALLOC_TOP_PAD_": "1"}),
         ("time", {"GLIBC_TUNABLES": ""}),
     ):
         assert variables.declared(more, mode, shell) == {"KERAS_BACKEND": "jax"}
