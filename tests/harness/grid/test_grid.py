@@ -9,8 +9,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
