@@ -113,7 +113,7 @@ LIMITS = {
     "tests": Size(lines=57_884, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
-WRITTEN, WORDS = 246_994, 399
+WRITTEN, WORDS = 247_114, 399
 
 
 def files(folder: str) -> Iterator[Path]:
