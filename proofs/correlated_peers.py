@@ -36,12 +36,12 @@ BEGIN = "<!-- table of proofs/correlated_peers.py -->"
 PACKAGES = ("jax-privacy", "dp-accounting", "opake-dpftrl")
 SIGMA, DELTA, EXACT, ALLOWED = 10.0, 1e-5, 1e-9, 1e-3
 CYCLES = ((1, 8), (5, 3), (16, 8), (64, 4), (100, 10), (128, 1))
-"""Of the first table: batches of a round, rounds."""
+"""Batches of a round, and rounds: of the first table."""
 MAKERS: tuple[tuple[str, float], ...] = (
     ("previous", 0.5), ("previous", 0.95), ("square_root", 4), ("square_root", 32), ("banded", 4), ("banded", 32),
 )  # fmt: skip
 RUNS = ((16, 8), (64, 4), (256, 1), (157, 4))
-"""Of the second one; the last is IMDb's in the page of findings."""
+"""Those of the second one; the last is IMDb's in the page of findings."""
 BANDS, CUTS, MOST_DENSE = (4, 8, 16, 32, 64), (8, 32), 256
 
 

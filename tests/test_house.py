@@ -105,12 +105,13 @@ class Size:
 # 2026-11-29: a variant may take back a variable of its file; a test of it.
 # 2026-11-29: peaks with the heap as installed; tables that were replaced or frozen stop a run of lazy noise.
 # 2026-11-29: lazy tables beside other hooks, threads and engines; mechanisms beside others; README's loop in pieces.
+# 2026-11-29: boards say which tasks are of synthetic data.
 LIMITS = {
-    "harness": Size(lines=39_812, long_classes=0, long_files=0),
+    "harness": Size(lines=39_817, long_classes=0, long_files=0),
     "dpcore": Size(lines=33_979, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_588, long_classes=0, long_files=0),
-    "tests": Size(lines=57_884, long_classes=0, long_files=17),
+    "tests": Size(lines=57_887, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md"}
 WRITTEN, WORDS = 247_114, 399

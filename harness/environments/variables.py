@@ -30,8 +30,8 @@ INSTALLER = re.compile(
 )
 """Needed by installers and git beside the first list: where packages come from, and how the network is reached."""
 HEAP = re.compile(r"MALLOC_(TRIM_THRESHOLD|MMAP_MAX|MMAP_THRESHOLD|TOP_PAD)_|GLIBC_TUNABLES")
-"""What of glibc's heap decides whether freed blocks are kept, as dpcore reads it. A contestant may declare some to be
-faster, which its peak does not have to pay for."""
+"""Settings of glibc's heap that decide whether freed blocks are kept, as dpcore reads them. A contestant may declare
+some to be faster, which its peak does not have to pay for."""
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 COMPUTES = re.compile(
     r"lib(gomp|iomp|omp|mkl|openblas|blas|lapack|cu(?!rl)|nv|nccl|tcmalloc|jemalloc|mimalloc|torch|stdc)\S*\.so\S*"

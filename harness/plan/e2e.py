@@ -334,7 +334,7 @@ included, two of them starting and ending at once. The tasks of 2021: means of a
 did alone."""
 
 GATE_SECONDS = 21.0
-"""Of a gate, two of them at once: the mean of the core contestants' on the tasks of 2021, on a Zen 4, 2026-11-29."""
+"""Seconds of a gate, two of them at once: mean of the core contestants' on the tasks of 2021, Zen 4, 2026-11-29."""
 STEPS_OF_A_PROCESS = {"time": 30, "memory": 8}
 """Steps of a process of few timed ones, untimed and replayed ones included."""
 EXAMPLES_IN_FLOAT64 = {"float32": 6, "bfloat16": 10}

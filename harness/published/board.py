@@ -7,7 +7,7 @@ from statistics import geometric_mean
 
 from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
-from harness.analysis.standing import Paired, Standing, standings
+from harness.analysis.standing import Paired, Place, Standing, standings
 from harness.analysis.tidy import SECTION
 from harness.plan import registry
 from harness.report import model
@@ -40,7 +40,7 @@ def text(tables: Tables, sizes: Sequence[int] = ()) -> str:
     framework = dict(zip(tables.raw.contestant, tables.raw.framework, strict=True))
     columns = [dict(_column(found[place], framework)) for place in places]
     titles = {known.name: known.title for known in registry.frameworks().values()}
-    heads = [f"{words.of(place)['task']}<br>{place[-1]}" for place in places]
+    heads = [_head(place) for place in places]
     lines = [f"| | {' | '.join(heads)} |", "|:--|" + "--:|" * len(heads)]
     for library in sorted(set().union(*columns), key=lambda library: _rank(library, columns)):
         cells = (column[library][1] if library in column else "·" for column in columns)
@@ -48,6 +48,11 @@ def text(tables: Tables, sizes: Sequence[int] = ()) -> str:
     lines.append(f"| *the fastest over PyTorch without DP* | {' | '.join(_price(found[p].price) for p in places)} |")
     bases = dict.fromkeys(words.basis(tables, place[: len(SECTION)]) for place in places)
     return "\n".join(lines) + f"\n\n{LEGEND} {'. '.join(bases)}."
+
+
+def _head(place: Place) -> str:
+    named = words.of(place)
+    return f"{named['task']}<br>{place[-1]}" + ("<br>synthetic data" if named["synthetic"] else "")
 
 
 def _column(standing: Standing, framework: Mapping[str, str]) -> Iterator[tuple[str, tuple[float, str]]]:

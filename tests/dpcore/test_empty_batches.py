@@ -88,7 +88,7 @@ def test_accumulated_empty_batches_count_one_by_one(loop):
 
 
 def _accumulated(loop):
-    """What is accounted where a step follows every third batch."""
+    """Return what is accounted where a step follows every third batch."""
     engine, model, optimizer, loader = _private()
     for number, (x, y) in enumerate(loader, 1):
         loop(model, optimizer, x, y)

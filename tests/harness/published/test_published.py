@@ -244,6 +244,8 @@ def test_who_wins_is_a_table_of_libraries() -> None:
     )
     rows = {cells[1]: cells[2:-1] for row in made.splitlines() if len(cells := re.split(r" ?\| ?", row)) > 2}
     assert rows[""] == ["imdb-lstm<br>16", "llama-lora<br>16"]
+    of_clicks = pages.fill(index.ROOT / "README.md", "<!-- board: recsys-zen4-2026-11-29 at 16 -->\n<!-- end -->")
+    assert "| recsys<br>16<br>synthetic data |" in of_clicks
     assert rows["dpcore"] == ["**1**", "1.18"] and rows["JAX Privacy"] == ["·", "**1**"]
     assert rows["JAX Privacy (git)"][1].endswith("≈"), "its interval holds 1"
     assert rows["fastDP"][1].endswith("?"), "two rounds show nothing"
