@@ -586,4 +586,5 @@ def test_what_an_older_round_s_workers_drew_is_not_drawn_again():
     resumed.load(run.save())
     for batch in resumed.loader:
         resumed.train(batch)
-    assert not [used for used in resumed.batches if used and used in run.batches]
+    # Two draws of four or more are equal by chance once in 10^6; draws of one or two once in a hundred runs.
+    assert not [used for used in resumed.batches if len(used) >= 4 and used in run.batches]
