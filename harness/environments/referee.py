@@ -23,11 +23,17 @@ from typing import Any
 from harness.environments import energy
 from harness.environments.order import Order
 from harness.environments.processors import tree_processors, tree_seconds
-from harness.environments.turn_watch import TurnWatch, Work, is_beyond, pause_for
+from harness.environments.turn_watch import TurnWatch, Work, pause_for
 from harness.environments.turns import Seat
 from harness.tasks import TASKS
 from harness.worker.batches import epoch_batches, order_of, setting_of
-from harness.worker.deferred import DEFERRED_SECONDS, DEFERRED_SHARE, READ_BYTES_PER_SECOND, READ_SECONDS
+from harness.worker.deferred import (
+    DEFERRED_SECONDS,
+    DEFERRED_SHARE,
+    READ_BYTES_PER_SECOND,
+    READ_SECONDS,
+    is_beyond,
+)
 from harness.worker.line import Message
 from harness.worker.request import Request
 from harness.worker.result import Result

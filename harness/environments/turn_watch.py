@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from harness.environments.processors import tree_clock, tree_waited
 from harness.environments.turns import BESIDE_SECONDS, Seat
 from harness.tasks import TASKS
-from harness.worker.deferred import READ_BYTES_PER_SECOND
+from harness.worker.deferred import READ_BYTES_PER_SECOND, is_beyond
 from harness.worker.request import Request
 
 FIRST_STEP_FACTOR = 3.0
@@ -125,8 +124,3 @@ class TurnWatch:
 def pause_for(request: Request) -> float:
     """Return the seconds in which the weights of its task are saved and hashed."""
     return 2 * TASKS[request.task].weight_bytes / READ_BYTES_PER_SECOND
-
-
-def is_beyond(excess: Sequence[float]) -> bool:
-    """Return whether a limit was passed in sum or in the middle: a few may be held up by chance, of fifty turns too."""
-    return sum(excess) > 0 or (len(excess) > 1 and median(excess) > 0)

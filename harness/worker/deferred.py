@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -106,13 +107,19 @@ DEFERRED_SHARE = 0.02
 """Of the timed stretch: by so much the first reading may take longer than the second."""
 
 
+def is_beyond(excess: Sequence[float]) -> bool:
+    """Return whether a limit was passed in sum or in the middle: a few may be held up by chance, of fifty turns too."""
+    return sum(excess) > 0 or (len(excess) > 1 and median(excess) > 0)
+
+
 def fault_of(
     weights: dict[str, np.ndarray], initial: dict[str, np.ndarray], reads: list[Read], foreign_share: float
 ) -> dict[str, Any]:
     """Why the timed run itself must be rejected, or nothing.
 
     ``initial``: the starting weights, empty where the steps had nothing to move them. On a busy machine a slow reading
-    proves nothing by itself: then the process must also have been at work during it.
+    proves nothing by itself: then the process must also have been at work during it. Nor does one of several: a first
+    copy of 90 MB in fresh memory took 0.07 s longer than the next. In sum and in the middle the limits hold.
     """
     if not all(np.isfinite(value).all() for value in weights.values()):
         return {"state": "rejected", "reason": "the weights after the timed steps are not finite."}
@@ -120,17 +127,18 @@ def fault_of(
         return {"state": "rejected", "reason": "the timed steps left every weight unchanged."}
     is_quiet = foreign_share <= DISTURBED_SHARE
     longest = READ_SECONDS + sum(value.nbytes for value in weights.values()) / READ_BYTES_PER_SECOND
-    for read in reads:
-        slow = max(read.first, read.second)
-        if slow > longest and (is_quiet or read.cpu > longest):
-            reason = f"reading the weights took {slow:.3f} s (limit {longest:.3f} s): work was deferred past the clock."
-            return {"state": "rejected", "reason": reason, "deferred": True}
-        limit = DEFERRED_SECONDS + DEFERRED_SHARE * read.timed
-        extra = read.first - read.second
-        if extra > limit and (is_quiet or read.extra_cpu > limit):
-            reason = (
-                f"reading the weights after the clock stopped took {extra:.3f} s longer than a second time (limit "
-                f"{limit:.3f} s): work was deferred past the clock."
-            )
-            return {"state": "rejected", "reason": reason, "deferred": True}
+    slow = [max(read.first, read.second) if is_quiet else read.cpu for read in reads]
+    if is_beyond([seconds - longest for seconds in slow]):
+        shown = f"{max(slow):.3f} s (limit {longest:.3f} s)"
+        reason = f"reading the weights took {shown}: work was deferred past the clock."
+        return {"state": "rejected", "reason": reason, "deferred": True}
+    extra = [read.first - read.second if is_quiet else min(read.first - read.second, read.extra_cpu) for read in reads]
+    limits = [DEFERRED_SECONDS + DEFERRED_SHARE * read.timed for read in reads]
+    if is_beyond([more - limit for more, limit in zip(extra, limits, strict=True)]):
+        more, limit = max(zip(extra, limits, strict=True), key=lambda pair: pair[0] - pair[1])
+        reason = (
+            f"reading the weights after the clock stopped took {more:.3f} s longer than a second time (limit "
+            f"{limit:.3f} s): work was deferred past the clock."
+        )
+        return {"state": "rejected", "reason": reason, "deferred": True}
     return {}
