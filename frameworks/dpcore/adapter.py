@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -170,10 +171,17 @@ class Loop(Dpcore):
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         self.prepare(setting)
+        known = self.examined == (task, setting.device, setting.precision)
         self.configure(task, setting)
-        self.model = self.network(initial)
-        self.losses = self.losses_of_rows()
-        self.wrapped = GradSampleModule(self.by_rows(), ordinary_grad=False, group=task.views)
+        if known:  # the wrapper tries out once per model what mixes examples, as the engine does
+            torch_models.load_parameters(self.model, task, initial)
+            self.private = None  # a module has one
+            gc.collect()
+        else:
+            self.model = self.network(initial)
+            self.losses = self.losses_of_rows()
+            self.wrapped = GradSampleModule(self.by_rows(), ordinary_grad=False, group=task.views)
+            self.examined = (task, setting.device, setting.precision)
         self.private = DPOptimizer(
             self.optimizer(),
             noise_multiplier=setting.noise_multiplier,
@@ -202,6 +210,7 @@ class Pieces(Loop):
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if task.views > 1:
             raise Unsupported("pieces are cut between units, which dpcore.views makes, and not the task's views.")
+        self.pieces = None  # which holds the optimizer
         super().build(task, setting, initial)
         # Of the harness's batches: it has none of its own.
         self.pieces = PiecewiseLoader(DataLoader([0]), self.physical, self.private)
