@@ -188,10 +188,11 @@ class LossCheck:
         before = self._seen.setdefault(tuple(node.name() for node in graph.nodes), [])
         for at, mine in enumerate(now.weights):
             others = [theirs for seen in before if (theirs := seen.weights[at]) is not None]
-            if mine is not None and mine.are_shares(others) and graph.has_rows(at, mine):
+            if mine is not None and mine.are_shares(others, self._group) and graph.has_rows(at, mine):
                 raise PrivacyError(
-                    "The loss is divided by what its batch holds: the weights of the examples, or their squares, add "
-                    f"up to the same in every batch, though each is another. {REMEDY}: {BY_TOKENS}, for instance. "
+                    "The loss is divided by what its batch holds, or has the batch's mean taken off: the weights of "
+                    "the examples, or their squares, add up to the same in every batch, though each is another. "
+                    f"{REMEDY}: {BY_TOKENS}, for instance. "
                     f"{OR_SWITCH_OFF}"
                 )
         before[:] = [*before, now][-MOST_SEEN:]
@@ -238,12 +239,20 @@ def judge(losses: Any, gradients: Any = None) -> None:
     given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
     with torch.enable_grad():
         terms = [
-            loss if grad is None else torch.dot(loss.flatten(), grad.detach().flatten())
+            loss if grad is None else _weighted(loss, grad.detach())
             for loss, grad in itertools.zip_longest(found, given)
             if isinstance(loss, Tensor) and loss.grad_fn is not None and (loss.numel() == 1 or grad is not None)
         ]
         for check in list(WAITING) if terms else ():
             check.judge(sum(terms[1:], terms[0]))
+
+
+def _weighted(loss: Tensor, grad: Tensor) -> Tensor:
+    """Return the number whose gradient backward() computes where it is given one: of equal weights a plain sum."""
+    weights = grad.flatten()
+    if len(weights) and bool((weights == weights[0]).all()):
+        return loss.sum() * float(weights[0])
+    return torch.dot(loss.flatten(), weights)
 
 
 def _check_cross_entropy(nodes: list[Any]) -> None:

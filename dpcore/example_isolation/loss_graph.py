@@ -94,23 +94,27 @@ class Weights:
 
     @property
     def sums(self) -> Iterator[float]:
-        """Yield what normalised weights have in common: their sum, or that of their squares, for a mean or a sum."""
+        """Yield what normalised weights have in common: their sum, or that of their squares, for a mean or a sum.
+
+        Weights that had their own mean taken off add up to nothing but roundings.
+        """
         count, size = len(self.of), float(torch.linalg.vector_norm(self.of))
-        total = float(self.of.sum())
-        yield total if abs(total) > 1e-3 * float(self.of.abs().sum()) else math.nan
+        share = (total := float(self.of.sum())) / float(self.of.abs().sum())
+        yield total if abs(share) > 1e-3 else 0.0 if abs(share) < 1e-5 else math.nan
         yield from (
             size * of for of in (1.0, count**0.5, count**-0.5, count * (count - 1) ** -0.5, (count - 1) ** -0.5)
         )
 
-    def are_shares(self, others: list[Weights]) -> bool:
+    def are_shares(self, others: list[Weights], group: int) -> bool:
         """Return whether these and those of ``others`` batches have one sum, though the single ones are others.
 
-        Of weights that are whole numbers two sums are often equal, but hardly one by chance.
+        Of weights that are whole numbers two sums are often equal, but hardly one by chance. In units of a ``group`` of
+        rows one row may outweigh another.
         """
         if not all(map(self._differ, others)):
             return False
         for values in zip(self.sums, *(other.sums for other in others), strict=True):
-            enough = len(values) > (1 if abs(abs(values[0]) - 1.0) < 1e-5 else 2)
+            enough = len(values) > (1 if abs(abs(values[0]) - 1.0) < 1e-5 else 2) and (values[0] or group == 1)
             if enough and all(abs(value - values[0]) <= 1e-5 * abs(values[0]) for value in values):
                 return True
         return False

@@ -252,6 +252,48 @@ def test_a_loss_that_is_reduced_otherwise_than_it_is_said_is_refused_as_soon_as_
             run()
 
 
+@pytest.mark.filterwarnings("ignore:The loss is the")
+@pytest.mark.parametrize(("said", "right"), [("mean", False), ("sum", False), ("mean", True), ("sum", True)])
+def test_equal_weights_that_backward_is_given_are_a_reduction(said, right):
+    is_sum = (said == "sum") == right
+
+    def run():
+        net, data = _classes()
+        model = GradSampleModule(net, loss_reduction=said)
+        for x, y in zip(*(of.split([12, 20, 16]) for of in data), strict=True):
+            losses = F.cross_entropy(model(x), y, reduction="none")
+            losses.backward(torch.ones_like(losses) / (1 if is_sum else len(losses)))
+            model.forget()
+
+    if right:
+        run()
+    else:
+        with pytest.raises(PrivacyError, match=f"loss_reduction is '{said}'"):
+            run()
+
+
+def _self_critical(losses):
+    return losses * (losses - losses.mean()).detach()
+
+
+def _advantages(losses):
+    rewards = torch.randn(len(losses))
+    return losses * (rewards - rewards.mean())
+
+
+@pytest.mark.parametrize("centred", [_self_critical, _advantages])
+def test_weights_that_have_their_mean_taken_off_are_refused(centred):
+    """One reward moves the weights of all other examples."""
+    with pytest.raises(PrivacyError, match="mean taken off"):
+        _with_batches_of([12, 20, 16], _classes, lambda o, y: centred(F.cross_entropy(o, y, reduction="none")).mean())
+
+
+def test_weights_around_a_number_that_is_no_statistic_of_the_batch_are_fine():
+    _with_batches_of(
+        [12, 20, 16], _classes, lambda o, y: (F.cross_entropy(o, y, reduction="none") * torch.randn(len(y))).mean()
+    )
+
+
 def test_a_sum_of_losses_that_the_module_has_averaged_is_no_sum_of_examples():
     class Averages(nn.Linear):
         def forward(self, x):
