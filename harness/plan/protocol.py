@@ -1,4 +1,7 @@
-"""Protocols: the rules of a measurement as data, read from ``harness/plan/protocols/*.toml``. Standard library only."""
+"""Protocols: the rules of a measurement as data, read from ``harness/plan/protocols/*.toml``. Standard library only.
+
+``python -m harness.plan.protocol`` prints docs/rules.md.
+"""
 
 from __future__ import annotations
 
@@ -62,3 +65,17 @@ def load(name: str) -> Protocol:
     data = tomllib.loads(path.read_text())
     rules = tuple(Rule(**rule) for rule in data.pop("rules"))
     return Protocol(**data, rules=rules)
+
+
+def page() -> str:
+    """Return the page of all rules, those of the default protocol first."""
+    lines = ["# Rules of each protocol\n\nPrinted by `python -m harness.plan.protocol`; [what they mean](protocol.md)."]
+    for name in sorted(names(), key=lambda name: (name != "verified", name)):
+        found = load(name)
+        lines.append(f"\n## `{name}` (version {found.version}): {found.title}\n")
+        lines += [f"- **{rule.id}** {rule.text}" for rule in found.rules]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

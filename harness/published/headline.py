@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,11 +31,11 @@ Shown = tuple[Sequence[Entry], int]
 def block(shown: Sequence[Shown], path: Path) -> str:
     """Return the figure as HTML, with its numbers as text for those who cannot see it. ``path``: of the light picture
     from the page, without its ending."""
-    said = [
-        f"{title}: {', '.join(f'{mark.name} {factor(mark.ratio)}' for mark in marks)}."
-        for part in _parts(shown)
-        for title, marks in part.rows
-    ]
+    said = []
+    for part in _parts(shown):
+        said.append(f"{part.heading} ({part.place}).")
+        for title, marks in part.rows:
+            said.append(f"{title}: {', '.join(f'{mark.name} {factor(mark.ratio)}' for mark in marks)}.")
     return "\n".join(
         (
             "<picture>",
@@ -51,7 +52,8 @@ def files(shown: Sequence[Shown], stem: str) -> Mapping[Path, bytes]:
 
     parts = _parts(shown)
     runs = ", ".join(entry.name for entries, _ in shown for entry in entries)
-    metadata = {"Title": TITLE, "Description": f"{' '.join(part.note for part in parts)} Runs: {runs}."}
+    said = " ".join(f"{part.place}. {part.note}" for part in parts)
+    metadata = {"Title": TITLE, "Description": f"{said} Runs: {runs}."}
     found: dict[Path, bytes] = {}
     with matplotlib.rc_context(headline.STYLE):
         for suffix, theme in headline.THEMES.items():
@@ -88,7 +90,8 @@ def _parts(shown: Sequence[Shown]) -> list[Part]:
                 )
                 for task, group in rows.groupby("task", sort=False)
             ],
-            _note(rows, entries),
+            _note(rows),
+            _place(rows, entries),
         )
         for rows, entries, size in found
     ]
@@ -106,8 +109,15 @@ def _rows(entries: Sequence[Entry], size: int) -> pd.DataFrame:
     return rows
 
 
-def _note(rows: pd.DataFrame, entries: Sequence[Entry]) -> str:
-    machines = " and ".join(dict.fromkeys(naming.where(m, sorted(str(e.date) for e in entries)) for m in rows.machine))
+def _place(rows: pd.DataFrame, entries: Sequence[Entry]) -> str:
+    days = sorted(str(entry.date) for entry in entries)
+    kinds = [re.sub(r", \d+ cores.*", "", entry.machine) for entry in entries]
+    used = [naming.where(machine, days).partition(", ")[2] for machine in rows.machine]
+    heaps = [entry.heap for entry in entries if entry.heap]
+    return ", ".join(" and ".join(dict.fromkeys(said)) for said in (kinds, used, heaps) if said)
+
+
+def _note(rows: pd.DataFrame) -> str:
     least, most = rows.n.min(), rows.n.max()
     rounds = f"{most}" if least == most else f"{least} to {most}"
     lines = ", lines: 95 % intervals of three rounds or more" if rows.low.notna().any() else ""
@@ -115,6 +125,6 @@ def _note(rows: pd.DataFrame, entries: Sequence[Entry]) -> str:
     scaled = "all " if rows.extrapolated.all() else "some " if rows.extrapolated.any() else ""
     scaled = f", {scaled}extrapolated from parts of epochs" if scaled else ""
     return (
-        f"Left is better. {machines}. {measured}{scaled}. PyTorch without DP (dotted): the faster of eager and "
+        f"Left is better. {measured}{scaled}. PyTorch without DP (dotted): the faster of eager and "
         "compiled, where both were measured. Updates were checked against a float64 reference."
     )

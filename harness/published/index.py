@@ -35,6 +35,7 @@ class Entry(BaseModel):
         threads: Threads of the measured process; None where threads do not matter.
         date: Day on which the run began (UTC).
         commit: Commit of the code that ran; None where it was not recorded.
+        heap: Who kept freed memory, where a picture says so; dpcore always does.
         status: ``cited``: its figures hold, and a page of README, results/README or docs names it. ``kept``: they hold.
             ``superseded``: newer code or a better run replaced it. ``scouting``: rough magnitudes, not measurements.
             ``withdrawn``: do not use it.
@@ -50,6 +51,7 @@ class Entry(BaseModel):
     threads: int | None = None
     date: date
     commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{8}$")
+    heap: Literal["all keep their heap, PyTorch too", "PyTorch's heap as installed"] | None = None
     status: Status
     note: str = ""
 

@@ -1,6 +1,6 @@
 """The faults that honest authors make and earlier gates admitted, in numpy, each with the check that names it now.
 
-``python -m tests.support.gate_faults`` prints the table of docs/gate-faults.md, which a test compares with that file.
+``python -m tests.support.gate_faults`` prints them beside their checks.
 """
 
 from __future__ import annotations
@@ -645,7 +645,7 @@ FAULTS = (
 
 
 def table() -> str:
-    """The lines of docs/gate-faults.md: each check, and the faults that end at it."""
+    """The lines of a table: each check, and the faults that end at it."""
     checks = {fault.check: [one.what for one in FAULTS if one.check == fault.check] for fault in FAULTS}
     rows = [f"| `{check}` | {'; '.join(faults)} |" for check, faults in checks.items()]
     return "\n".join(["| caught by | fault |", "|---|---|", *rows])

@@ -50,12 +50,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Part:
-    """Tasks that were measured together. ``rows``: title of a task and its marks, the fastest first; ``note``: where,
-    when and how they were measured."""
+    """Tasks that were measured together. ``rows``: title of a task and its marks, the fastest first; ``note``: how they
+    were measured; ``place``: where and when."""
 
     heading: str
     rows: Sequence[tuple[str, Sequence[Mark]]]
     note: str
+    place: str = ""
 
     @property
     def height(self) -> float:
@@ -97,7 +98,7 @@ def draw(title: str, parts: Sequence[Part], theme: Theme) -> Figure:
         theme: Colours.
     """
     heights = [part.height for part in parts]
-    figure = Figure(figsize=(7.4, sum(heights) + 0.85 * len(parts) + 1.1), layout="constrained")
+    figure = Figure(figsize=(7.4, sum(heights) + 1.0 * len(parts) + 1.1), layout="constrained")
     figure.patch.set_alpha(0)
     grid = figure.subplots(len(parts), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})
     marks = [mark for part in parts for _, row in part.rows for mark in row]
@@ -127,7 +128,8 @@ def draw(title: str, parts: Sequence[Part], theme: Theme) -> Figure:
 
 
 def _part(axes: Axes, part: Part, theme: Theme, is_said_below: bool) -> None:
-    axes.set_title(part.heading, loc="left", fontsize=10.5, fontweight="bold", color=theme.text)
+    axes.set_title(part.heading, loc="left", fontsize=10.5, fontweight="bold", color=theme.text, pad=18)
+    axes.annotate(part.place, (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8, color=theme.quiet)
     places, top = [], 0.0
     for number, (title, marks) in enumerate(part.rows):
         height = _height(title, marks)

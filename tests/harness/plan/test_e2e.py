@@ -11,13 +11,11 @@ from harness.tasks import FULL_TASKS, SMALL_GATE, TASKS
 
 
 def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
-    page = (registry.ROOT / "docs" / "protocol.md").read_text()
+    assert (registry.ROOT / "docs" / "rules.md").read_text() == protocol.page()
     for name in protocol.names():
         loaded = protocol.load(name)
         noise = 0.0 if name == "layers" else 1.1  # whose passes end with the clipped sum
         assert loaded.name == name and (loaded.noise_multiplier, loaded.max_grad_norm) == (noise, 1.0)
-        for rule in loaded.rules:
-            assert f"**{rule.id}** {rule.text}" in page
 
 
 def test_every_block_of_the_quick_plan_is_whole() -> None:

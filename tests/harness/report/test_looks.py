@@ -140,16 +140,16 @@ SLOW = headline.Mark("Opacus", looks.of("opacus-hooks"), 42.0, False)
 
 
 def test_the_front_page_s_figure_has_a_mark_with_its_number_and_interval_for_each_contestant():
-    part = headline.Part("Batch 64", [("MNIST CNN", [FAST, SLOW]), ("IMDb LSTM", [FAST])], "note")
+    part = headline.Part("Batch 64", [("MNIST CNN", [FAST, SLOW]), ("IMDb LSTM", [FAST])], "note", "a Zen 4")
     for theme in headline.THEMES.values():
         figure = headline.draw("title", [part, part], theme)
         assert [text.get_text() for text in figure.legends[0].get_texts()] == ["dpcore", "Opacus"]
         for axes in figure.axes:
             assert [label.get_text() for label in axes.get_yticklabels()] == ["MNIST CNN", "IMDb LSTM"]
-            assert [text.get_text() for text in axes.texts] == ["1.10", "42.0", "1.10"]
+            assert [text.get_text() for text in axes.texts] == ["a Zen 4", "1.10", "42.0", "1.10"]
             places = [float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() != "None"]
             assert places == [1.1, 42.0, 1.1]
             whiskers = [list(line.get_xdata()) for line in axes.lines if list(line.get_xdata()) == [0.9, 1.4]]
             assert len(whiskers) == 2, "what has no interval has no line"
-            assert axes.texts[0].xy[0] == 1.4, "the number stands behind the interval"
+            assert axes.texts[1].xy[0] == 1.4, "the number stands behind the interval"
             assert axes.get_xlim()[0] < 0.9 and axes.get_xlim()[1] > 42.0
