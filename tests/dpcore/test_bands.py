@@ -91,11 +91,18 @@ def test_no_participation_at_least_the_bands_apart_moves_more_than_is_counted(b,
         assert math.fsum(mechanism.costs(n // rounds, rounds)) >= most[rounds]
 
 
-@pytest.mark.parametrize("found", [[1.0, 0.5, 0.6], [1.0, 0.5, 0.0], [1.0, math.nan, 0.1], [1.0, 0.9999, 0.9998]])
+@pytest.mark.parametrize(
+    "found",
+    [[1.0, 0.98, 0.981], [1.0, 1.0, 0.9], [1.0, 0.5, 0.0], [1.0, math.nan, 0.1], [1.0, 0.9, 0.1]],
+    ids=["rises", "level", "ends at 0", "no number", "worse"],
+)
 def test_what_an_optimiser_finds_is_taken_only_if_it_falls_and_is_better(found, monkeypatch):
+    response, formula = bands.response_of(1000, 0.9), CorrelatedNoise.banded(3)
+    is_better = bands.log_noise(np.array(found), response)[0] < bands.log_noise(np.array(formula.weights), response)[0]
+    assert is_better == (found[1] > 0.95)
     ended = type("Ended", (), {"x": np.array(found)})
     monkeypatch.setattr(bands.scipy.optimize, "minimize", lambda *of, **options: ended)
-    assert CorrelatedNoise.banded(3, steps=12) == CorrelatedNoise.banded(3)
+    assert CorrelatedNoise.banded(3, steps=1000, momentum=0.9) == formula
 
 
 def test_noise_beyond_all_numbers_is_no_error():
