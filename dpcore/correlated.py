@@ -22,7 +22,8 @@ moves by the root of the sum of their squares times ‖c‖ (Choquette-Choo et a
 batches of which nothing was released cost nothing: let what is added there be zero.
 
 Weights: Kalinin, Upadhyay and Lampert 2025 (arXiv:2505.12128) for :meth:`CorrelatedNoise.square_root`, Kalinin and
-Lampert 2024 (arXiv:2405.13763) for :meth:`CorrelatedNoise.banded`.
+Lampert 2024 (arXiv:2405.13763) for :meth:`CorrelatedNoise.banded`, which finds its own where it is told the steps
+(:mod:`dpcore.bands`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ from torch import Tensor
 
 from dpcore import native
 from dpcore.arguments import check_number
+from dpcore.bands import least_noise
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.loading.epoch_sampler import CYCLE
 from dpcore.loading.ledger import Batch, name_of
 from dpcore.noise import GaussianNoise, check_not_captured
 
-MOST_BANDS = 1000
+MOST_BANDS, MOST_STEPS = 1000, 10**6
 _PIECE = {"cpu": 2**15, "cuda": 2**22}
 
 
@@ -57,6 +59,8 @@ class CorrelatedNoise:
             less: none is positive, and they add up to 0 or more.
         is_banded: Whether the weights are the bands of C in place of its inverse: each is less than the one before and
             above 0, and a round has as many batches at least.
+        recipe: The call that has optimised the weights, if one has. On another machine it may find others by a digit: a
+            run goes on with the weights of its checkpoint where the call was the same.
 
     Raises:
         ValueError: they are no such numbers.
@@ -64,6 +68,7 @@ class CorrelatedNoise:
 
     weights: tuple[float, ...]
     is_banded: bool = False
+    recipe: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -112,18 +117,32 @@ class CorrelatedNoise:
         return cls(_series(0.5, count))
 
     @classmethod
-    def banded(cls, bands: int) -> CorrelatedNoise:
-        """Return the matrix of the first ``bands`` weights of the square root of the prefix sums, (1 - x)^(-1/2).
+    def banded(cls, bands: int, steps: int | None = None, momentum: float = 0.0) -> CorrelatedNoise:
+        """Return a banded matrix: that of least noise for a run of ``steps``, which is optimised in milliseconds.
+
+        Least is the mean variance, over all steps, of the noise in the weights of SGD with a constant learning rate, at
+        equal epsilon. Without ``steps`` the bands are the first weights of the square root of the prefix sums,
+        (1 - x)^(-1/2), which have more noise. Epsilon is that of the bands, also where another run has them.
 
         Args:
             bands: 1 to 1000, and no more than a round has batches. The noise of so many steps is kept, less one.
+            steps: Of the whole run, epochs * len(data_loader).
+            momentum: That of SGD, in [0, 1).
 
         Raises:
-            ValueError: it is no such number.
+            ValueError: one is no such number.
         """
         rule = f"it must be a whole number from 1 to {MOST_BANDS}: the noise of so many steps is kept, less one"
         count = int(check_number("bands", bands, lambda p: 1 <= p <= MOST_BANDS and p % 1 == 0, rule))
-        return cls(_series(-0.5, count), is_banded=True)
+        rule = "it is that of SGD, for whose bands steps= is needed, too, and must lie in [0, 1)"
+        beta = check_number("momentum", momentum, lambda m: 0.0 <= m < 1.0 and (m == 0.0 or steps is not None), rule)
+        formula = _series(-0.5, count)
+        if steps is None:
+            return cls(formula, is_banded=True)
+        rule = f"it must be a whole number, that of the run's steps, from bands, {count}, to {MOST_STEPS:,}"
+        run = int(check_number("steps", steps, lambda n: count <= n <= MOST_STEPS and n % 1 == 0, rule))
+        recipe = f"CorrelatedNoise.banded({count}, steps={run}, momentum={beta})"
+        return cls(least_noise(formula, run, beta), is_banded=True, recipe=recipe)
 
     @property
     def taken_back(self) -> tuple[float, ...]:
@@ -284,11 +303,15 @@ class Correlation:
         self.counted = max(self.counted, self.step // self.cycle)
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that goes on has to know."""
-        return {"last": self.last, "batches": self.batches}
+        """Return what a run that goes on has to know, optimised weights among it."""
+        own = {"weights": list(self.mechanism.weights)} if self.mechanism.recipe else {}
+        return {"last": self.last, "batches": self.batches, **own}
 
     def go_on(self, state: Mapping[str, Any], noise: GaussianNoise) -> None:
-        """Go on behind the steps of a state, of a run whose noise is ``noise``."""
+        """Go on behind the steps of a state, of a run whose noise is ``noise``, with that run's weights."""
+        if self.mechanism.recipe:
+            self.mechanism = replace(self.mechanism, weights=tuple(state["weights"]))
+            self._costs = self.mechanism.costs(self.cycle, 1)
         self.last, self.batches = state["last"], state["batches"]
         self.counted, self._stream = self.last // self.cycle, noise.name(0)
         self._ahead.clear()
@@ -341,7 +364,7 @@ def correlate(optimizer: Any, mechanism: CorrelatedNoise | None, cycle: int) -> 
     """Let the steps of ``optimizer`` have correlated noise, over a round of so many batches."""
     if mechanism is not None:
         mechanism.costs(cycle, 1)  # or an error
-        optimizer.run.setting["mechanism"] = repr(mechanism)
+        optimizer.run.setting["mechanism"] = mechanism.recipe or repr(mechanism)
         optimizer.run.correlation = Correlation(mechanism, cycle)
         optimizer.attach_step_guard(optimizer.run.correlation.check)
 

@@ -31,6 +31,7 @@ MECHANISMS = {
     "previous": CorrelatedNoise.previous(0.9),
     "square root": CorrelatedNoise.square_root(4),
     "banded": CorrelatedNoise.banded(3),
+    "optimised": CorrelatedNoise.banded(3, steps=12, momentum=0.5),
     "independent": CorrelatedNoise.previous(0.0),
 }
 
