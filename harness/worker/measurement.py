@@ -107,7 +107,8 @@ class Measurement:
         if self.request.budget_seconds is None or step_seconds is None:
             return self.whole_epoch
         wanted = 2 * math.ceil(self.request.budget_seconds / max(step_seconds, 1e-6) / 2)  # even: see `balanced`
-        return min(self.whole_epoch, max(MINIMUM_STEPS, min(wanted, self._most_steps)))
+        least = MINIMUM_STEPS + (self.request.turn_steps if self.request.turn_steps > 1 else 0)  # the first, and a turn
+        return min(self.whole_epoch, max(least, min(wanted, self._most_steps)))
 
     @property
     def _most_steps(self) -> int:

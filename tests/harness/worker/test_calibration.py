@@ -74,6 +74,10 @@ def test_there_are_no_more_steps_than_a_replay_reads_weights():
     assert large.steps(60.0) == measurement.MINIMUM_STEPS
 
 
+def test_beside_the_first_steps_there_is_a_whole_turn():
+    assert planned(turn_steps=128).steps(60.0) == measurement.MINIMUM_STEPS + 128
+
+
 def test_a_contestant_with_correlated_noise_has_no_measured_cells(monkeypatch):
     """Its steps would be compared with what independent noise leaves, and every epsilon is independent noise's."""
     adapter = SimpleNamespace(noise_factor=lambda steps: [1.0] * steps)
