@@ -26,8 +26,9 @@ MINILM = {"blocks": 6, "dim": 384, "heads": 12, "hidden": 1536, "vocabulary": PI
 CLICK_COUNTS, CLICK_IDS = 13, 4
 CLICK_ROWS = (20_000, 10_000, 10_000, 5_000, 2_000, 1_000, 500, 100)
 """Of a request for a page: counts; how many ids each field has; how many different ones there are, by field."""
-LORA, BIASES = ("*.lora_a", "*.lora_b"), ("*.bias",)
-HEAD = ("head.*",)
+MILLION_ROWS = (500_000, 200_000, 150_000, 100_000, 40_000, 8_000, 1_900, 100)
+"""Those of ``recsys-1m``, a million together."""
+LORA, BIASES, HEAD = ("*.lora_a", "*.lora_b"), ("*.bias",), ("head.*",)
 
 WARM_UP = 100
 """Steps over which AdamW's rate rises."""
@@ -161,19 +162,15 @@ TASKS: dict[str, Task] = {
             optimizer=AdamW(weight_decay=0.01, warm_up=WARM_UP),
             initial_deviation=0.02,
         ),
-        Task(
-            name="wrn-16-2",
-            title="Wide ResNet 16-2 with GroupNorm on CIFAR-10",
-            **CIFAR10,
-            layers=wide_resnet_layers(blocks=2, widths=(32, 64, 128), first=16, groups=8, classes=10),
-            in_paper=False,
-        ),
-        Task(
-            name="wrn-16-4",
-            title="Wide ResNet 16-4 with GroupNorm on CIFAR-10",
-            **CIFAR10,
-            layers=wide_resnet_layers(blocks=2, widths=(64, 128, 256), first=16, groups=8, classes=10),
-            in_paper=False,
+        *(
+            Task(
+                name=f"wrn-16-{k}",
+                title=f"Wide ResNet 16-{k} with GroupNorm on CIFAR-10",
+                **CIFAR10,
+                layers=wide_resnet_layers(blocks=2, widths=(16 * k, 32 * k, 64 * k), first=16, groups=8, classes=10),
+                in_paper=False,
+            )
+            for k in (2, 4)
         ),
         Task(
             name="llama-full",
@@ -252,6 +249,14 @@ TASKS |= {
             judged_as="",
         ),
         *(with_views(TASKS["wrn-16-4"], k, f"wrn-16-4-k{k}") for k in (4, 16)),
+        replace(
+            TASKS["recsys"],
+            name="recsys-1m",
+            title="Recommender: 8 tables of 1,000,000 rows together, 13 counts, an MLP, synthetic clicks",
+            dataset="clicks-1m",
+            layers=recommender_layers(CLICK_COUNTS, MILLION_ROWS, CLICK_IDS, dim=16, hidden=(64, 32)),
+            judged_as="small-recsys",
+        ),
     )
 }
 GPT2_VOCABULARY, GPT2_POSITIONS, E2E_TOKENS = 50_257, 1024, 100
@@ -371,16 +376,14 @@ SMALL_BLOCKS, SMALL_ROWS = 2, 70_000
 second block."""
 
 
-def _small(
-    name: str, title: str, like: str, layers: tuple[Layer, ...], input_shape: tuple[int, ...], classes: int
-) -> Task:
+def _small(name: str, title: str, like: str, layers: tuple[Layer, ...], shape: tuple[int, ...], classes: int) -> Task:
     return replace(
         TASKS[like],
         name=name,
         title=title,
         layers=layers,
         dataset="",
-        input_shape=input_shape,
+        input_shape=shape,
         classes=classes,
         train_size=SMALL_ROWS,
         test_size=0,
@@ -450,11 +453,8 @@ GATE_TASKS: dict[str, Task] = {
     )
 }
 GATE_TASKS["small-views"] = with_views(GATE_TASKS["small-wrn"], 4, "small-views")
-GATE_TASKS |= {
-    task.name: task
-    for name in ("gpt2", "llama", "llama-full", "encoder-full", "vit")
-    for task in [in_bfloat16(GATE_TASKS[f"small-{name}"])]
-}
+_ROUNDED = [in_bfloat16(GATE_TASKS[f"small-{n}"]) for n in ("gpt2", "llama", "llama-full", "encoder-full", "vit")]
+GATE_TASKS |= {task.name: task for task in _ROUNDED}
 """The structure of the modern tasks in a thousandth of their arithmetic: what CI judges, never measured."""
 
 SMALL_GATE = {"gpt2-lm": "small-gpt2", "llama-lora": "small-llama", "wrn-16-2": "small-wrn", "wrn-16-4": "small-wrn"}

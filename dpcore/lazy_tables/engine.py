@@ -23,7 +23,7 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.lazy_tables.checks import check_noise, check_table, settings_of
 from dpcore.lazy_tables.history import History, Step
 from dpcore.lazy_tables.hooks import watch, watch_optimizer
-from dpcore.lazy_tables.table import Table
+from dpcore.lazy_tables.table import Table, bring_up
 from dpcore.lazy_tables.window import NoiseOfWindows, Window
 from dpcore.noise import GaussianNoise
 
@@ -160,10 +160,11 @@ class LazyEngine:
         if not any(table.is_hidden for table in self._tables.values()):
             self._history = History(self.steps, self._exact, self._parts)
         checks.check_optimizer(self.optimizer, self.engine.accumulator.names)
-        for name, table in self._tables.items():
+        for table in self._tables.values():
             table.hide(self._history.steps)
-            rows = self._read(name, x)
-            self._windows[name].show(rows, table.bring_up(rows, self._history))
+        read = [(table, self._read(name, x)) for name, table in self._tables.items()]
+        for window, (_, rows), values in zip(self._windows.values(), read, bring_up(read, self._history), strict=True):
+            window.show(rows, values)
         with self._swapped():
             std = self._deviation()
             result = self.engine.privatize(x, y, mask)
@@ -197,7 +198,7 @@ class LazyEngine:
             PrivacyError: another process or thread asks while rows wait for their noise.
         """
         self._check_owner()
-        table.bring_up(_within(rows.long().unique(), table.rows), self._history)
+        bring_up([(table, _within(rows.long().unique(), table.rows))], self._history)
 
     @property
     def is_owner(self) -> bool:

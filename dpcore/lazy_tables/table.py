@@ -92,12 +92,13 @@ class Table:
         """Make a step in rows that are up to date; it is the last of so many."""
         state = self._of(rows)
         step.update(state, grad)
-        self._put(rows, state, steps)
+        self.put(rows, state, steps)
 
     def _of(self, rows: Tensor) -> list[Tensor]:
         return [part[rows] for part in self._parts]
 
-    def _put(self, rows: Tensor, state: Sequence[Tensor], steps: int) -> None:
+    def put(self, rows: Tensor, state: Sequence[Tensor], steps: int) -> None:
+        """Keep the state of rows that have the noise of so many steps."""
         self._done[rows] = BROKEN
         for part, new in zip(self._parts, state, strict=True):
             part[rows] = new
@@ -120,7 +121,7 @@ class Table:
             done = self._done[first : first + PIECES * count]
             # Those that are to get the numbers of single steps come together, wherever they lie.
             for rows in history.is_recent(done).nonzero().squeeze(1).add_(first).split(count):
-                self.bring_up(rows, history)
+                bring_up([(self, rows)], history)
         for first in range(0, len(self._mask), count):
             some = slice(first, first + count)
             done = self._done[some]
@@ -134,21 +135,22 @@ class Table:
         self._momentum = self._parts[-1].to(like.device, like.dtype)
         self._parts, self._done, self.is_hidden = [self.parameter.data], self._done[:0], False
 
-    def bring_up(self, rows: Tensor, history: History) -> Tensor:
-        """Return the values of ``rows`` [n], different ones in ascending order, with all noise, [n, d]."""
+    def late(self, rows: Tensor, history: History) -> tuple[list[Tensor], Tensor]:
+        """Return the state of ``rows`` with the noise of those that waited for many steps, and their steps as kept."""
         state, done = self._of(rows), self._done[rows]
         self._check_whole(done)
         self._add_late(state, rows, done, history)
-        recent = history.is_recent(done).nonzero().squeeze(1)
-        if len(recent) == len(rows):
-            self._repeat(state, rows, done, history)
-        elif len(recent):
-            some = [part[recent] for part in state]
-            self._repeat(some, rows[recent], done[recent], history)
-            for part, new in zip(state, some, strict=True):
-                part[recent] = new
-        self._put(rows, state, history.steps)
-        return state[0]
+        return state, done
+
+    @property
+    def lattice(self) -> tuple[int, int]:
+        """Return where its rows begin among all addresses: at a multiple of its width, and so far beside it."""
+        width = self._mask.shape[1]
+        return width, self.address % width
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Return the numbers of ``rows`` on its lattice."""
+        return rows + self.address // self._mask.shape[1]
 
     def _add_late(self, state: Sequence[Tensor], rows: Tensor, done: Tensor, history: History) -> None:
         """Do in place to the ``state`` of rows up to date at steps ``done`` what many steps did to some of them."""
@@ -165,26 +167,79 @@ class Table:
             for part, line in zip(state[number:], roots[number:], strict=True):
                 add_noise(part, line[number], name, rows, self.address)
 
-    def _repeat(self, state: Sequence[Tensor], rows: Tensor, done: Tensor, history: History) -> None:
-        """The same for rows that few steps have left out: one step after the other."""
-        if not len(done):
-            return
-        oldest, newest = int(done.min()), int(done.max())
-        for number, step in enumerate(history.recent, history.steps - len(history.recent)):
-            if number >= newest:
-                step.update(state, self.noise_of(step, rows))
-            elif number >= oldest:
-                which = (done <= number).nonzero().squeeze(1)
-                some = [part[which] for part in state]
-                step.update(some, self.noise_of(step, rows[which]))
-                for part, new in zip(state, some, strict=True):
-                    part[which] = new
 
-    def noise_of(self, step: Step, rows: Tensor) -> Tensor:
-        """Return the noise of a step in ``rows`` [n], [n, d]: that of their addresses."""
-        noise = torch.zeros(len(rows), self._mask.shape[1])
-        add_noise(noise, torch.full((len(rows),), step.std, dtype=torch.float64), step.name, rows, self.address)
-        return noise
+Read = Sequence[tuple[Table, Tensor]]
+"""Tables, and of each of them different rows [n] in ascending order."""
+
+
+def bring_up(read: Read, history: History) -> list[Tensor]:
+    """Return the values of these rows of each table with all noise, [n, d]."""
+    found = [table.late(rows, history) for table, rows in read]
+    for (_, start), group in _by_lattice(read):
+        done = _joined([found[i][1] for i in group])
+        recent = history.is_recent(done).nonzero().squeeze(1)
+        if not len(recent):
+            continue
+        state = [_joined(parts) for parts in zip(*(found[i][0] for i in group), strict=True)]
+        places = _joined([read[i][0].places(read[i][1]) for i in group])
+        if len(recent) == len(done):
+            _repeat(state, places, done, history, start)
+        else:
+            some = [part[recent] for part in state]
+            _repeat(some, places[recent], done[recent], history, start)
+            for part, new in zip(state, some, strict=True):
+                part[recent] = new
+        cut = [part.split([len(read[i][1]) for i in group]) for part in state]
+        for i, *parts in zip(group, *cut, strict=True):
+            found[i] = list(parts), found[i][1]
+    for (table, rows), (state, _) in zip(read, found, strict=True):
+        table.put(rows, state, history.steps)
+    return [state[0] for state, _ in found]
+
+
+def noise_of(step: Step, read: Read) -> list[Tensor]:
+    """Return the noise of a step in these rows of each table, [n, d]: that of their addresses."""
+    found = [torch.zeros(0)] * len(read)
+    for (width, start), group in _by_lattice(read):
+        drawn = _noise(step, _joined([read[i][0].places(read[i][1]) for i in group]), width, start)
+        for i, part in zip(group, drawn.split([len(read[i][1]) for i in group]), strict=True):
+            found[i] = part
+    return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _by_lattice(read: Read) -> list[tuple[tuple[int, int], list[int]]]:
+    """Return which of the tables have rows on one lattice, in the order of their addresses.
+
+    These are one table to who draws: a call for each of many would take longer than what it draws.
+    """
+    found: dict[tuple[int, int], list[int]] = {}
+    for i in sorted(range(len(read)), key=lambda i: read[i][0].address):
+        found.setdefault(read[i][0].lattice, []).append(i)
+    return list(found.items())
+
+
+def _repeat(state: list[Tensor], places: Tensor, done: Tensor, history: History, start: int) -> None:
+    """Do in place to rows that few steps have left out what these did: one step after the other."""
+    oldest, newest, width = int(done.min()), int(done.max()), state[0].shape[1]
+    for number, step in enumerate(history.recent, history.steps - len(history.recent)):
+        if number >= newest:
+            step.update(state, _noise(step, places, width, start))
+        elif number >= oldest:
+            which = (done <= number).nonzero().squeeze(1)
+            some = [part[which] for part in state]
+            step.update(some, _noise(step, places[which], width, start))
+            for part, new in zip(state, some, strict=True):
+                part[which] = new
+
+
+def _noise(step: Step, places: Tensor, width: int, start: int) -> Tensor:
+    noise = torch.zeros(len(places), width)
+    add_noise(noise, torch.full((len(places),), step.std, dtype=torch.float64), step.name, places, start)
+    return noise
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dpcore.errors import UnsupportedError
 from dpcore.lazy_tables.history import Step
-from dpcore.lazy_tables.table import Table
+from dpcore.lazy_tables.table import Table, noise_of
 from dpcore.microbatch.accumulator import Accumulator
 from dpcore.noise import GaussianNoise
 
@@ -52,7 +52,7 @@ class Window(nn.Module):
 
     def _places(self, ids: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
-            places = torch.searchsorted(self._shown, ids.long()).clamp_(max=max(len(self._shown) - 1, 0))
+            places = torch.searchsorted(self._shown, ids.long().contiguous()).clamp_(max=max(len(self._shown) - 1, 0))
             if ids.numel() and not (len(self._shown) and bool((self._shown[places] == ids).all())):
                 raise UnsupportedError(
                     f"{self.name} reads a row whose number is not among the integers of the batch x, so that its noise "
@@ -103,6 +103,9 @@ class NoiseOfWindows(GaussianNoise):
     def fill_(self, target: Tensor, std: float, step: int, start: int = 0) -> Tensor:
         """Set the flat sum of all parameters to the step's noise."""
         assert self.accumulator is not None and target is self.accumulator.flat
+        made = Step(self.noise.name(step), std, 0.0, 0.0)
+        drawn = noise_of(made, [(table, window.shown) for window, table in self.tables.values()])
+        of_tables = dict(zip(self.tables, drawn, strict=True))
         address = 0
         for param, summed in self.accumulator.sums.items():
             if param not in self.tables:
@@ -111,6 +114,6 @@ class NoiseOfWindows(GaussianNoise):
                 continue
             window, table = self.tables[param]
             summed.zero_()
-            window.part(summed).copy_(table.noise_of(Step(self.noise.name(step), std, 0.0, 0.0), window.shown))
+            window.part(summed).copy_(of_tables[param])
             address += table.parameter.numel()
         return target

@@ -35,7 +35,7 @@ def create(variant: str) -> Adapter:
     ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile. ``loop``: what ``make_private``
     hands out, in the loop that its users write; ``auto``: the same with ``max_physical_batch_size="auto"``; ``ddp`` and
     ``fsdp2``: the same in several processes; ``previous``, ``square-root`` and ``banded``: the same with noise that is
-    correlated over steps."""
+    correlated over steps. ``lazy``: as ``native``, with noise that is drawn when a table's row is next read."""
     if variant in PARALLEL:
         from frameworks._shared.torch.ranks import Lead
         from frameworks.dpcore.ranked import Ranked
@@ -45,6 +45,10 @@ def create(variant: str) -> Adapter:
         return Loop()
     if variant == "auto":
         return Pieces()
+    if variant == "lazy":
+        from frameworks.dpcore.lazy import Lazy
+
+        return Lazy()
     if variant in MECHANISMS:
         return Correlated(MECHANISMS[variant])
     return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")

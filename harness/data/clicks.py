@@ -26,7 +26,7 @@ def _bags(task: Task) -> Bags:
     return first
 
 
-BAGS = {task.dataset: _bags(task) for task in (TASKS["recsys"], TASKS["recsys-large"])}
+BAGS = {task.dataset: _bags(task) for task in (TASKS["recsys"], TASKS["recsys-1m"], TASKS["recsys-large"])}
 """The layer that reads each set."""
 
 
@@ -79,5 +79,6 @@ def _source(task: Task, title: str) -> Source:
 
 SOURCES = (
     _source(TASKS["recsys"], "Requests and clicks"),
+    _source(TASKS["recsys-1m"], "Requests and clicks, 8 tables of 1,000,000 rows together"),
     _source(TASKS["recsys-large"], "Requests and clicks, 26 tables of 2,000,000"),
 )

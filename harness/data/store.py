@@ -29,10 +29,10 @@ from harness.errors import BadInput, did_you_mean
 CACHE_VARIABLE = "DPBENCH_CACHE"
 OF_FULL_TASKS = ("words-gpt2", "words-llama-512", "words-llama-1024", "words-roberta", "pictures-224", "clicks-large")
 """Those that only the full tasks read: made where a run needs one or somebody names it, not where all are meant."""
-NAMES = ("mnist", "cifar10", "imdb", "imdb-wordpiece", "adult", "brown", "clicks", *OF_FULL_TASKS)
+NAMES = ("mnist", "cifar10", "imdb", "imdb-wordpiece", "adult", "brown", "clicks", "clicks-1m", *OF_FULL_TASKS)
 OWN = re.compile(r"own-[a-z0-9][a-z0-9.-]*")
 """Names of a user's data sets (``dpbench data add``)."""
-MADE = ("clicks", *OF_FULL_TASKS)
+MADE = ("clicks", "clicks-1m", *OF_FULL_TASKS)
 """Those that are synthetic whether asked for or not: there is no genuine one."""
 ARRAYS = ("train_x", "train_y", "test_x", "test_y")
 META = "meta.json"

@@ -327,6 +327,7 @@ START_UP_SECONDS = {
     "wrn-16-2": {"time": 20.0, "memory": 20.0},
     "encoder-lora": {"time": 40.0, "memory": 25.0},
     "recsys": {"time": 15.0, "memory": 8.0},
+    "recsys-1m": {"time": 200.0, "memory": 60.0},
 }
 """Seconds that a process takes beside those that it times, its two replays and the check of a step by the reference
 included, two of them starting and ending at once. The tasks of 2021: means of a quick run on two busy cores of a Zen 4,
@@ -403,6 +404,7 @@ def request_of(contestant: Contestant, cell: Cell, protocol: Protocol, **more: A
         "variant": cell.variant,
         "private": cell.private,
         "static_shapes": contestant.variant.static_shapes,
+        "turn_steps": contestant.variant.turn_steps,
         "task": cell.task,
         "batch_size": cell.batch_size,
         "dataset_size": task.train_size,

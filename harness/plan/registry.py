@@ -49,7 +49,8 @@ class Variant:
 
     ``own_sampling``: how the library's own loop (:meth:`Adapter.epoch`) draws its batches, one of OWN_SAMPLING; None
     where it has no loop of its own. ``own_replays``: whether that loop makes the same weights again for the same seed.
-    ``twin``: the contestant that does the same without DP, as ``framework-variant``. ``parallel``: how several
+    ``twin``: the contestant that does the same without DP, as ``framework-variant``. ``turn_steps``: the least steps of
+    a turn, as :class:`harness.worker.request.Request` has it. ``parallel``: how several
     processes train together, one of PARALLEL; such a variant runs where its name or a world size asks for it.
     """
 
@@ -62,6 +63,7 @@ class Variant:
     twin: str | None = None
     own_sampling: str | None = None
     own_replays: bool = True
+    turn_steps: int = 1
     parallel: str | None = None
     unsupported: dict[str, str] = field(default_factory=dict)
     supported: list[str] = field(default_factory=list)
@@ -230,6 +232,8 @@ def load(folder: Path, root: Path = ROOT) -> Framework:
                 f"{path}: variant {variant.name} has parallel {variant.parallel!r}; choose one of "
                 f"{', '.join(PARALLEL)}, or leave it out where one process trains."
             )
+        if not isinstance(variant.turn_steps, int) or variant.turn_steps < 1:
+            raise BadInput(f"{path}: variant {variant.name} has turn_steps {variant.turn_steps!r}; give 1 or more.")
     return framework
 
 

@@ -35,7 +35,7 @@ from harness.worker.batches import (
 from harness.worker.clock import Batch, ForeignLoad, timed_until
 from harness.worker.deferred import Stretches, fault_of
 from harness.worker.line import Line, Remote
-from harness.worker.measurement import FIRST_STEP_COUNTS_BELOW, SETTLING_STEPS, Measurement, own_epsilon, turn_length
+from harness.worker.measurement import SETTLING_STEPS, Measurement, own_epsilon, turn_length
 from harness.worker.own_loop import measure_own_loop, measure_own_memory
 from harness.worker.process import Emit, die_with_parent, events, load_create, pin, save_weights, versions
 from harness.worker.replay import replay
@@ -81,6 +81,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
     measured: list[float] = []
     made_in_all = halt = 0
     halted: dict[str, np.ndarray] = {}
+    ends: list[int] = []
     for epoch, batches in enumerate(epochs):
         emit({"event": "phase", "phase": f"epoch {epoch + 1}/{len(epochs)}"})
         done = counted = 0
@@ -90,7 +91,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
             # then the rest. With turns, these two in as many turns as it takes.
             is_first = epoch == done == 0
             if turn is not None:
-                uncounted = int(not is_first and turn >= FIRST_STEP_COUNTS_BELOW)
+                uncounted = 0 if is_first else m.uncounted(turn)
                 timed.begin_turn(batches[done : done + uncounted], epoch, done)
                 done, made_in_all = done + uncounted, made_in_all + uncounted
             part = batches[:REPLAYED_STEPS] if is_first else batches[done:]
@@ -104,6 +105,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
             batches[done : done + len(part)] = part
             measured[-1] += seconds
             done, made_in_all, counted = done + made, made_in_all + made, counted + made
+            ends.append(made_in_all)
             if is_first and request.snapshot:
                 save_weights(request.snapshot, timed.weights)
             if not halted and (made < length or made_in_all == steps * count):
@@ -125,7 +127,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
     if request.checked and not fault:
         emit({"event": "phase", "phase": "check"})
         taken = [batch for batches in epochs for batch in batches]
-        save_weights(request.checked, replay(m, taken, halt, halted, weights))
+        save_weights(request.checked, replay(m, taken, halt, halted, weights, ends))
     return {
         "state": "ok",
         **fault,

@@ -22,6 +22,9 @@ CORRELATED = (
     "independent noise: the gate alone judges it."
 )
 MOST_EPOCHS = 100
+MOST_READ = 2**36
+"""Bytes. A replay reads the weights after every timed step, for seconds of each gigabyte: of large weights there are no
+more steps than this has room for."""
 FIRST_STEP_COUNTS_BELOW = 5
 """Steps of a turn. One of so few takes so long that cold caches are nothing beside it."""
 
@@ -76,10 +79,11 @@ class Measurement:
         self.emit({"event": "phase", "phase": "warm-up"})
         batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
         least, most = CALIBRATION_STEPS
+        each = self.request.turn_steps
         seconds: list[float] = []
         while len(seconds) < least or (len(seconds) < most and sum(seconds) < CALIBRATION_SECONDS):
-            seconds.append(timed_steps(self.adapter, [batch]))
-        return sum(seconds), min(seconds), len(seconds)
+            seconds.append(timed_steps(self.adapter, [batch] * each))
+        return sum(seconds), min(seconds) / each, len(seconds) * each
 
     def warm_up(self, sizes: Sequence[int]) -> tuple[float, int]:
         """(seconds, steps of the expected size that they equal): one step of every other compiled size that occurs in
@@ -103,14 +107,19 @@ class Measurement:
         if self.request.budget_seconds is None or step_seconds is None:
             return self.whole_epoch
         wanted = 2 * math.ceil(self.request.budget_seconds / max(step_seconds, 1e-6) / 2)  # even: see `balanced`
-        return min(self.whole_epoch, max(MINIMUM_STEPS, wanted))
+        least = MINIMUM_STEPS + (self.request.turn_steps if self.request.turn_steps > 1 else 0)  # the first, and a turn
+        return min(self.whole_epoch, max(least, min(wanted, self._most_steps)))
+
+    @property
+    def _most_steps(self) -> int:
+        return MOST_READ // self.task.weight_bytes // 2 * 2
 
     def turn(self, step_seconds: float | None) -> int:
-        """Steps of a turn: as many as fit into its seconds. Where they are more than a few, the first of them is not
-        counted, because it finds caches that are another process's; then those that are counted are an odd number, so
-        that the turn has whole pairs of balanced batches."""
+        """Steps of a turn: as many as fit into its seconds, and at least those of the request. Where they are more than
+        a few, the first of them is not counted, because it finds caches that are another process's; then those that are
+        counted are an odd number, so that the turn has whole pairs of balanced batches."""
         assert self.request.turn_seconds is not None and step_seconds is not None
-        fitting = round(self.request.turn_seconds / max(step_seconds, 1e-6))
+        fitting = max(self.request.turn_steps, round(self.request.turn_seconds / max(step_seconds, 1e-6)))
         return 2 * math.ceil(fitting / 2) if fitting >= FIRST_STEP_COUNTS_BELOW else max(1, fitting)
 
     def epochs(self, step_seconds: float | None) -> int:
@@ -119,7 +128,12 @@ class Measurement:
         if self.request.steps is not None or self.request.budget_seconds is None or step_seconds is None:
             return self.request.epochs
         fitting = int(self.request.budget_seconds / max(self.whole_epoch * step_seconds, 1e-6))
-        return max(self.request.epochs, min(MOST_EPOCHS, fitting))
+        return max(self.request.epochs, min(MOST_EPOCHS, fitting, self._most_steps // self.whole_epoch))
+
+    def uncounted(self, turn: int) -> int:
+        """Return how many steps of a turn are not counted, the first turn aside: none where ``synchronize`` does work
+        for all steps before it, so that nobody would count that of the first one."""
+        return int(turn >= FIRST_STEP_COUNTS_BELOW and self.request.turn_steps == 1)
 
 
 def turn_length(left: int, turn: int) -> int:

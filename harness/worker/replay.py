@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -41,14 +41,21 @@ def window(task: Task, batch_size: int, steps: int) -> int:
 
 
 def replay(
-    m: Measurement, batches: list[Batch], halt: int, halted: Mapping[str, np.ndarray], ended: Mapping[str, np.ndarray]
+    m: Measurement,
+    batches: list[Batch],
+    halt: int,
+    halted: Mapping[str, np.ndarray],
+    ended: Mapping[str, np.ndarray],
+    ends: Collection[int],
 ) -> dict[str, np.ndarray]:
     """All timed steps again, untimed, the weights read after every one, and some steps of them in detail: consecutive
     ones, drawn as it goes on, so that no step knows whether it is among them, the one at the halt and the last one.
 
     Adam's steps do not tell the gradients that it got. There a replay with the task's own constants leaves the weights
     at the halt and at the end, and the steps in detail are those of a second one, of the same rows and the same noise,
-    with constants that let the gradients be read (:func:`harness.worker.reading.transparent`).
+    with constants that let the gradients be read (:func:`harness.worker.reading.transparent`). So it is where
+    ``synchronize`` does work for all steps before it: the first replay has it where the clock stopped, which was after
+    ``ends`` steps, the second one after every step.
 
     Arrays: the weights where the clock halted after ``halt`` steps (``timed``) and where it ended (``timed_end``), and
     those of the replay there (``replayed``, ``replayed_end``); ``steps``: how many, and the halt; ``numbers`` of the
@@ -62,8 +69,9 @@ def replay(
     end: Mapping[str, np.ndarray] = {}
     own = m.setting.optimizer
     rate = reading_rate(own, m.setting.learning_rate)
-    if not isinstance(own, SGD):
-        replayed, end = _own_replay(m, batches, halt)
+    is_read_apart = not isinstance(own, SGD) or m.request.turn_steps > 1
+    if is_read_apart:
+        replayed, end = _own_replay(m, batches, halt, ends)
         m.setting = transparent(m.setting, rate)
     m.reset()
     after = dict(m.adapter.parameters())
@@ -81,7 +89,7 @@ def replay(
         start = t + 1 - width
         if start >= 0 and chance.randrange(start + 1) == 0:
             first, kept = start, list(recent)
-        if t + 1 == halt and isinstance(own, SGD):
+        if t + 1 == halt and not is_read_apart:
             replayed = after
         if t + 1 in (halt, len(batches)):
             detail[t] = before, after
@@ -109,14 +117,15 @@ def replay(
 
 
 def _own_replay(
-    m: Measurement, batches: list[Batch], halt: int
+    m: Measurement, batches: list[Batch], halt: int, ends: Collection[int]
 ) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
-    """The weights at the halt and at the end, with the task's own optimizer."""
+    """The weights at the halt and at the end, with the task's own optimizer, and the stretches that were timed."""
     m.reset()
     halted: Mapping[str, np.ndarray] = {}
     for t, (indices, mask) in enumerate(batches):
         m.adapter.step(indices, mask)
-        m.adapter.synchronize()
+        if t + 1 in ends:
+            m.adapter.synchronize()
         if t + 1 == halt:
             halted = dict(m.adapter.parameters())
     return halted, dict(m.adapter.parameters())

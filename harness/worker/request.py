@@ -35,8 +35,10 @@ class Request(Message):
     steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation. ``sketches``: a
     memory process adds a sketch (:mod:`harness.worker.sketch`) of how far its steps moved the weights. ``order_seed``:
     of the order in which the batches of a stretch come, which a worker is told stretch by stretch. ``turn_seconds``:
-    length of a turn of a process that takes turns with others. ``world_size``: processes that train together, which
-    share the ``threads``."""
+    length of a turn of a process that takes turns with others. ``turn_steps``: the least steps of a turn, all of them
+    counted, and those from which is planned what a step takes: above 1 for a variant whose ``synchronize`` does work
+    for all steps before it, and whose weights depend on where that was. ``world_size``: processes that train together,
+    which share the ``threads``."""
 
     mode: Mode
     folder: str
@@ -70,6 +72,7 @@ class Request(Message):
     sketches: bool = False
     order_seed: int = 0
     turn_seconds: float | None = None
+    turn_steps: int = 1
     world_size: int = 1
 
     @property

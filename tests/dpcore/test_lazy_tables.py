@@ -127,6 +127,38 @@ def test_bits_are_dense_ones_wherever_a_run_is_flushed(steps, before, exact, see
     assert same(lazy.model.state_dict(), dense.model.state_dict())
 
 
+class Fields(nn.Module):
+    """Three tables of one width, of which the last does not begin at a multiple of it, and one of another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Embedding(9, 4), nn.EmbeddingBag(30, 4, mode="sum")
+        self.other, self.last = nn.Embedding(5, 3), nn.Embedding(40, 4)
+        self.out = nn.Linear(15, 2)
+
+    def forward(self, ids):
+        a, b, c, d = ids.unbind(1)
+        tables = self.first(a % 9), self.second(b[:, None] % 30), self.other(c % 5), self.last(d % 40)
+        return self.out(torch.cat(tables, 1))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("names", [("first", "second", "other", "last"), ("last", "second", "first")])
+def test_tables_that_are_drawn_together_have_the_bits_of_dense_noise(names, momentum, kernels, request):
+    if kernels:
+        request.getfixturevalue("compiled")
+    sizes, found = {"first": 9, "second": 30, "other": 5, "last": 40}, []
+    rows_of = {name: lambda x, name=name: x[:, list(sizes).index(name)] % sizes[name] for name in names}
+    for options in ({"lazy": None}, {"lazy": rows_of, "exact_steps": 20}):
+        chance, one = torch.Generator().manual_seed(1), engine(Fields(), momentum=momentum, **options)
+        for _ in range(12):
+            one.step(torch.randint(0, 1000, (3, 4), generator=chance), torch.randint(0, 2, (3,), generator=chance))
+        found.append(one.model.state_dict() | momenta(one))
+    assert same(*found)
+
+
 def test_checks_by_experiment_run_and_change_nothing():
     found = []
     for options in ({"lazy": ()}, {"exact_steps": 12}):

@@ -43,6 +43,7 @@ PARAMETERS = {
     "encoder-lora": 22_897_922,
     "encoder-bias": 22_566_146,
     "recsys": 788_801,
+    "recsys-1m": 1_000_000 * 16 + 11_201,
 }
 
 

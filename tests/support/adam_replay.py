@@ -83,7 +83,7 @@ def compared(name: str) -> dict[str, object]:
         m.adapter.step(rows, mask)
         if t + 1 in (HALT, STEPS):
             weights.append(dict(m.adapter.parameters()))
-    found = replay(m, batches, HALT, *weights)
+    found = replay(m, batches, HALT, *weights, ends=(HALT, STEPS))
     rate = reading_rate(TASK.optimizer, TASK.learning_rate) / BATCH
     x, y = gate_pool.pool(TASK)
     said = step_reference.compare(task, found, x, y, BOUND, rate, SIGMA * BOUND)

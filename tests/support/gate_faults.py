@@ -567,6 +567,36 @@ class OnlySaysSo(Correlated):
     used = (1.0,)
 
 
+class Unlooked(Counting):
+    """Knows how many steps were made since somebody waited for them."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        self.known, self.count = self.weights, 0
+
+
+class NoiseOfFewSteps(Unlooked):
+    """From the tenth step on that nobody looks at, there is none."""
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return super().normal(shape) * (self.count <= 9)
+
+
+class StaleInAStretch(Unlooked):
+    """From the tenth step on that nobody looks at, gradients are of the weights before them all."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        now = self.weights
+        if self.count >= 9:
+            self.weights = self.known
+        before = self.weights
+        super().step(indices, mask)
+        self.weights = {name: now[name] + (w - before[name]) for name, w in self.weights.items()}
+
+
 @dataclass(frozen=True)
 class Fault:
     """Holds ``check``, which rejects the mutant. ``static``: in an adapter whose batches are padded."""
@@ -619,6 +649,8 @@ FAULTS = (
     Fault("noise of a bias is 10 % too small", BiasTenPerCentSmall, SPREAD),
     Fault("the last step of each epoch has no noise", NoNoiseAtTheEndOfAnEpoch, SPREAD),
     Fault("every 64th gradient is of the weights before", StaleEvery64th, LATE),
+    Fault("steps beyond nine that nobody looks at have no noise", NoiseOfFewSteps, SPREAD),
+    Fault("steps beyond nine that nobody looks at have the gradients of old weights", StaleInAStretch, LATE),
     Fault("the last row of 32 is dropped", DropsTheLastOf32, SIZES),
     Fault("three rows of padding are taken for examples", CountsThreePaddings, SIZES, static=True),
     Fault("noise drawn in float16", NoiseInHalfPrecision, FINE),

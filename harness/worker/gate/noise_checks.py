@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from harness.tasks import FLOAT32
+from harness.worker.clock import timed_steps
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import correlation
 from harness.worker.gate import noise as gate_noise
@@ -31,6 +32,9 @@ OTHER_VALUES = 4_000
 OTHER_STEPS = 4
 """Taken of a run with another seed: at least so many values and steps."""
 REPRODUCED_STEPS = 8
+BURST_STEPS, BURSTS = 24, (2, 64)
+"""Steps that nobody pauses or looks at, as under the clock; least and most such bursts, as many as give OTHER_VALUES
+values. More steps than dpcore's lazy tables draw one by one."""
 COORDINATE_VALUES = 8_000_000
 REAL_NOISE_MULTIPLIER = 0.02
 """Chosen so small that a wrong gradient under the noise would show."""
@@ -82,6 +86,23 @@ def _noise_run(driver: Driver, seed: int, steps: int) -> tuple[np.ndarray, np.nd
     return correlation.white(found, _factor(driver, steps)), np.spacing(largest.astype(np.float32)) / unit
 
 
+def _burst_run(driver: Driver, seed: int) -> np.ndarray:
+    """[bursts, parameters]: the sum of a burst's noise in units of its nominal standard deviation. The first half of
+    its steps is on empty batches, the other on examples with p = 1, whose rows of tables are read anew."""
+    before, rate, deviation = driver.build_noise(seed)
+    unit = rate * deviation * math.sqrt(BURST_STEPS)
+    zero = gate_cases.zero_gradient_rows(driver.task)
+    found = []
+    for _ in range(int(np.clip(math.ceil(OTHER_VALUES / before.size), *BURSTS))):
+        timed_steps(
+            driver.adapter, [driver.batch(zero[: len(zero) * (2 * t // BURST_STEPS)]) for t in range(BURST_STEPS)]
+        )
+        after = driver.weights()
+        found.append((before - after) / unit)
+        before = after
+    return np.array(found)
+
+
 def _factor(driver: Driver, steps: int) -> np.ndarray | None:
     return correlation.factor(driver.adapter.noise_factor(steps), steps)
 
@@ -90,7 +111,11 @@ def noise_checks(driver: Driver) -> Iterator[Check]:
     parameters = driver.task.trained_count
     steps = int(np.clip(math.ceil(NOISE_VALUES / parameters), *NOISE_STEPS))
     z, grid = _noise_run(driver, driver.seed, steps)
-    mean, spread = gate_noise.moments(z, driver.slices)
+    mean, spread = gate_noise.moments(z, driver.slices, 2)
+    if _factor(driver, steps) is None:
+        bursts = gate_noise.moments(_burst_run(driver, driver.other_seed), driver.slices, 2)
+        told_bursts = [dataclasses.replace(b, where=f"{BURST_STEPS} steps at once, {b.where}") for b in bursts]
+        mean, spread = gate_noise.worst([mean, told_bursts[0]]), gate_noise.worst([spread, told_bursts[1]])
     yield scored("noise: mean 0", mean)
     deviation = math.sqrt(np.square(z).mean(dtype=np.float64))
     told = "" if _factor(driver, steps) is None else STATED

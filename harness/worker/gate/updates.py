@@ -12,6 +12,7 @@ import numpy as np
 from harness.contract import Adapter, Setting
 from harness.optimizer import SGD
 from harness.worker import sketch
+from harness.worker.clock import timed_steps
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import diagnosis
 from harness.worker.gate.cases import BATCH, LATE_LAST, Case
@@ -77,15 +78,14 @@ class Updates:
         yield check("update: sizes", found[where], 1.0, detail)
 
     def late(self) -> Iterator[Check]:
-        """Many steps in one build: all of them, and the last few by themselves. What goes wrong from some step on, or
-        where an epoch ends, an adapter does only there."""
+        """Many steps in one build, without a pause, as under the clock: all of them, and the last few by themselves.
+        What goes wrong from some step on, or where an epoch ends, an adapter does only there."""
         driver = self.driver
         early, whole = gate_cases.late_cases(driver.task, driver.reference)
         size = driver.short_epochs
         weights = [driver.build(size, whole.learning_rate / whole.batch_size * size, whole.max_grad_norm)]
         for batches in (early.batches, whole.batches[len(early.batches) :]):
-            for rows in batches:
-                driver.step(rows)
+            timed_steps(driver.adapter, [driver.batch(rows) for rows in batches])
             weights.append(driver.weights())
         count = len(whole.batches)
         last = gate_cases.last_case(driver.task, driver.reference)

@@ -556,13 +556,14 @@ def test_a_twin_has_the_shape_type_and_balance_of_the_genuine_set(name: str) -> 
     assert store.digest(first) == store.digest(second)
 
 
-def test_clicks_are_synthetic_whether_asked_for_or_not(cache: Path) -> None:
-    meta = fetch.fetch("clicks")
+@pytest.mark.parametrize("name", ["clicks", "clicks-1m"])
+def test_clicks_are_synthetic_whether_asked_for_or_not(cache: Path, name: str) -> None:
+    meta = fetch.fetch(name)
     assert meta["synthetic"] is True and "synthetic" in meta["title"] and "synthetic" in meta["origin"]
-    assert store.folder("clicks") == store.folder("clicks", True) == cache / "data" / "clicks-synthetic"
-    assert store.load("clicks", "train").meta["synthetic"] is True
-    x = store.load("clicks", "train").x
-    bags = clicks.BAGS["clicks"]
+    assert store.folder(name) == store.folder(name, True) == cache / "data" / f"{name}-synthetic"
+    assert store.load(name, "train").meta["synthetic"] is True
+    x = store.load(name, "train").x
+    bags = clicks.BAGS[name]
     for field, rows in enumerate(bags.rows):
         start = bags.counts + field * bags.ids
         ids = x[:, start : start + bags.ids]
@@ -572,8 +573,8 @@ def test_clicks_are_synthetic_whether_asked_for_or_not(cache: Path) -> None:
     first = x[:2000, bags.counts : bags.counts + bags.ids].tolist()
     assert 0.02 < np.mean([len(set(bag)) < len(bag) for bag in first]) < 0.2, "some repeat an id"
     listed = json.loads(CliRunner().invoke(data.app, ["list", "--json"]).stdout)
-    assert {row["name"]: row["state"] for row in listed}["clicks"] == "synthetic"
-    assert CliRunner().invoke(data.app, ["verify", "clicks"]).exit_code == 0
+    assert {row["name"]: row["state"] for row in listed}[name] == "synthetic"
+    assert CliRunner().invoke(data.app, ["verify", name]).exit_code == 0
 
 
 def test_synthetic_reviews_look_like_reviews() -> None:
