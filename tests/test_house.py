@@ -106,15 +106,17 @@ class Size:
 # 2026-11-29: peaks with the heap as installed; tables that were replaced or frozen stop a run of lazy noise.
 # 2026-11-29: lazy tables beside other hooks, threads and engines; mechanisms beside others; README's loop in pieces.
 # 2026-11-29: boards say which tasks are of synthetic data.
+# 2026-11-29: a recommender of a million rows and its lazy contestant, with the gate's steps that nobody looks at; bands
+# of least noise; weights given to backward(), or around their mean.
 LIMITS = {
-    "harness": Size(lines=39_817, long_classes=0, long_files=0),
-    "dpcore": Size(lines=33_979, long_classes=0, long_files=0),
+    "harness": Size(lines=39_916, long_classes=0, long_files=0),
+    "dpcore": Size(lines=34_141, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
-    "frameworks": Size(lines=6_588, long_classes=0, long_files=0),
-    "tests": Size(lines=57_887, long_classes=0, long_files=17),
+    "frameworks": Size(lines=6_689, long_classes=0, long_files=0),
+    "tests": Size(lines=58_508, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 247_114, 399
+WRITTEN, WORDS = 202_319, 399
 
 
 def files(folder: str) -> Iterator[Path]:
