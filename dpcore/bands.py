@@ -16,7 +16,7 @@ import numpy as np
 import scipy
 
 _DIGITS = 6
-"""Of the bands: rounding of other processors is not to be seen in them, and this one adds 1e-11 to the noise."""
+"""Bands are rounded to so many: what other processors round is not seen in them, and the noise grows by 1e-11."""
 _TOO_MUCH = 1e3
 """More than the logarithm of any number."""
 

@@ -113,7 +113,7 @@ LIMITS = {
     "dpcore": Size(lines=34_141, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_689, long_classes=0, long_files=0),
-    "tests": Size(lines=58_508, long_classes=0, long_files=17),
+    "tests": Size(lines=58_496, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
 WRITTEN, WORDS = 202_319, 399

@@ -24,44 +24,20 @@ from harness.worker.gate import pool as gate_pool
 from harness.worker.measurement import Measurement
 from harness.worker.reading import reading_rate
 from harness.worker.replay import replay
-from harness.worker.request import Request
 from tests.mutants.adapter import create
+from tests.support.timed_request import timed_request
 
 TASK = tasks.GATE_TASKS["small-llama"]
 LOWERED = "bf16"
 BATCH, STEPS, HALT = 24, 6, 4
-SIGMA, BOUND = 1.1, 1.0
-
-
-def request(task: tasks.Task) -> Request:
-    """Return the request of a cell of the small task."""
-    return Request(
-        mode="time",
-        folder="",
-        variant="",
-        private=True,
-        static_shapes=False,
-        task=task.name,
-        batch_size=BATCH,
-        dataset_size=gate_pool.POOL_SIZE,
-        sampling="poisson",
-        warm_up=True,
-        noise_multiplier=SIGMA,
-        max_grad_norm=BOUND,
-        learning_rate=TASK.learning_rate,
-        delta=1e-5,
-        device="cpu",
-        threads=1,
-        initial_seed=3,
-        batch_seed=4,
-        noise_seed=5,
-    )
+_REQUEST = timed_request(TASK, BATCH, TASK.learning_rate)
+SIGMA, BOUND = _REQUEST.noise_multiplier, _REQUEST.max_grad_norm
 
 
 def measurement(adapter: Adapter, task: tasks.Task) -> Measurement:
     """Return a measurement as the worker has it after ``build`` and ``place``."""
     found = Measurement.__new__(Measurement)
-    found.request, found.task, found.adapter = request(task), task, adapter
+    found.request, found.task, found.adapter = timed_request(task, BATCH, TASK.learning_rate), task, adapter
     found.setting = setting_of(found.request)
     found.initial = gate_cases.starting_weights(task)
     adapter.build(task, found.setting, found.initial)

@@ -15,34 +15,14 @@ from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import pool as gate_pool
 from harness.worker.measurement import Measurement
 from harness.worker.replay import replay
-from harness.worker.request import Request
 from tests.support.gate_numpy import Exact, Values
+from tests.support.timed_request import timed_request
 
 TASK = TASKS["logreg"]
 BATCH = 16
 ENDS = (4, 9, 12)
 HALT = 9
-REQUEST = Request(
-    mode="time",
-    folder="",
-    variant="",
-    private=True,
-    static_shapes=False,
-    task=TASK.name,
-    batch_size=BATCH,
-    dataset_size=gate_pool.POOL_SIZE,
-    sampling="poisson",
-    warm_up=True,
-    noise_multiplier=1.1,
-    max_grad_norm=1.0,
-    learning_rate=TASK.learning_rate,
-    delta=1e-5,
-    device="cpu",
-    threads=1,
-    initial_seed=3,
-    batch_seed=4,
-    noise_seed=5,
-)
+REQUEST = timed_request(TASK, BATCH, TASK.learning_rate)
 
 
 class Later(Exact):
