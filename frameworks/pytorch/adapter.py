@@ -1,4 +1,4 @@
-"""Plain training by PyTorch: the non-private baseline, eager and compiled."""
+"""Plain training by PyTorch: the non-private baseline, eager, compiled, and with sparse gradients of tables."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch import nn
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import COMPILERS, PRECISIONS, TorchAdapter
-from harness.contract import PARALLEL, Adapter, Setting, Unsupported
+from harness.contract import NO_OWN_LOOP, PARALLEL, Adapter, Setting, Unsupported
+from harness.optimizer import SGD
 from harness.tasks import Task
 
 # One graph per padded batch size, and the gate brings sizes of its own; the default of 8 would fall back to eager.
@@ -19,13 +21,13 @@ torch._dynamo.config.recompile_limit = 64
 
 
 def create(variant: str) -> Adapter:
-    """The adapter of ``variant``, ``eager`` or ``compiled``; or, in several processes, ``ddp`` or ``fsdp2``."""
+    """The adapter of ``variant``, ``eager``, ``compiled`` or ``sparse``; in several processes, ``ddp`` or ``fsdp2``."""
     if variant in PARALLEL:
         from frameworks._shared.torch.ranks import Lead
         from frameworks.pytorch.ranked import Ranked
 
         return Lead(__file__, variant, Ranked(variant))
-    return PyTorch(compiled=variant == "compiled")
+    return Sparse() if variant == "sparse" else PyTorch(compiled=variant == "compiled")
 
 
 class PyTorch(TorchAdapter):
@@ -97,3 +99,25 @@ class PyTorch(TorchAdapter):
         losses = torch_models.loss_fn(self.task)
         self.order.manual_seed(seed)
         return self.train(self.own_module, lambda out, y: losses(out, y).mean(), self.own_optimizer, self.own_loader)
+
+
+class Sparse(PyTorch):
+    """As users of huge tables train: the gradient of a table holds only the rows that the batch read."""
+
+    optimizers = (SGD.name,)  # torch.optim's others take no sparse gradients, or make another update of them
+
+    def __init__(self) -> None:
+        super().__init__(compiled=False)
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        tables = [part for part in self.model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+        if not tables:
+            raise Unsupported("its task has no tables, whose gradients alone can be sparse.")
+        for table in tables:
+            table.sparse = True
+        for group in self.optimizer.param_groups:
+            group["fused"] = False  # PyTorch's fused SGD refuses sparse gradients
+
+    def epoch(self, seed: int) -> int:
+        raise Unsupported(NO_OWN_LOOP)

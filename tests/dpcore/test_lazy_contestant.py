@@ -1,5 +1,6 @@
-"""The benchmark's contestant ``dpcore-lazy``: its tables, what it refuses, and weights that are there when they are
-waited for. The gate judges its updates and its noise (tests/frameworks/test_conformance.py)."""
+"""The benchmark's contestants for huge tables: ``dpcore-lazy``, its tables, what it refuses, and weights that are there
+when they are waited for; ``pytorch-sparse`` beside it, without DP. The gate judges their updates and the noise
+(tests/frameworks/test_conformance.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 from frameworks.dpcore.adapter import create
 from frameworks.dpcore.lazy import tables_of
+from frameworks.pytorch.adapter import create as create_pytorch
 from harness.contract import Adapter, Setting, Unsupported, require
 from harness.tasks import GATE_TASKS, TASKS, Bags, Task, initial_parameters
 from harness.worker.gate import pool as gate_pool
@@ -28,9 +30,11 @@ SETTING = Setting(
 )
 
 
-def weights_after(adapter: Adapter, steps: int, waits_after_each: bool = True) -> dict[str, np.ndarray]:
+def weights_after(
+    adapter: Adapter, steps: int, waits_after_each: bool = True, setting: Setting = SETTING
+) -> dict[str, np.ndarray]:
     """Build, and return the weights after so many steps on batches drawn here."""
-    adapter.build(TASK, SETTING, initial_parameters(TASK, 3))
+    adapter.build(TASK, setting, initial_parameters(TASK, 3))
     adapter.place(*gate_pool.pool(TASK))
     rng = np.random.default_rng(7)
     for _ in range(steps):
@@ -79,3 +83,19 @@ def test_a_task_by_another_optimizer_or_precision_is_refused(name: str) -> None:
     task = GATE_TASKS[name]
     with pytest.raises(Unsupported, match=r"SGD only|float32 only"):
         require(create("lazy"), dataclasses.replace(SETTING, optimizer=task.optimizer, precision=task.precision))
+
+
+def test_sparse_gradients_make_the_update_of_dense_ones() -> None:
+    public = dataclasses.replace(SETTING, variant="sparse", private=False)
+    sparse, dense = (weights_after(create_pytorch(name), 4, setting=public) for name in ("sparse", "eager"))
+    for name, value in dense.items():
+        np.testing.assert_allclose(sparse[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    adapter = create_pytorch("sparse")
+    adapter.build(TASK, public, initial_parameters(TASK, 3))
+    adapter.place(*gate_pool.pool(TASK))
+    adapter.optimizer.zero_grad = lambda set_to_none: None
+    adapter.step(np.arange(4), None)
+    assert {value.grad.is_sparse for name, value in adapter.model.named_parameters() if "bags.f" in name} == {True}
+    with pytest.raises(Unsupported, match="no tables"):
+        task = TASKS["mnist-cnn"]
+        create_pytorch("sparse").build(task, public, initial_parameters(task, 3))
