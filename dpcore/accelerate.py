@@ -14,7 +14,8 @@ In the place of ``accelerator.prepare(model, optimizer, loader)``; the loop stay
 
 With several processes (``accelerate launch``, torchrun) every process runs the same script. The prepared model is not
 in torch's DistributedDataParallel, which averages gradients before they are clipped: the optimizer adds up the clipped
-sums of all processes, see :mod:`dpcore.distributed`.
+sums of all processes, see :mod:`dpcore.distributed`. With accelerate's FSDP2 plugin the model is sharded as the plugin
+says, see :mod:`dpcore.sharding`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.schedules import follow
 from dpcore.privacy_engine import PrivacyEngine
-from dpcore.replicas import check_replicates, joined, logical_loader
+from dpcore.replicas import check_drawn, check_processes, joined, logical_loader, shards
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
 try:
@@ -90,15 +91,20 @@ class _PrivacyState:
     """The run's accountant, noise and batches, in each checkpoint that the accelerator writes.
 
     Hooks, not ``register_for_checkpointing``: that is read last, when the weights are loaded already, and a checkpoint
-    without it fails by accelerate's own message.
+    without it fails by accelerate's own message. ``known``: what of the run the accelerator has in its list of that
+    name, until its ``free_memory()`` lets go of the whole run.
     """
 
     def __init__(
-        self, accelerator: accelerate.Accelerator, engine: PrivacyEngine, optimizer: _PrivateOptimizer
+        self,
+        accelerator: accelerate.Accelerator,
+        engine: PrivacyEngine,
+        optimizer: _PrivateOptimizer,
+        known: Any,
+        listed: str,
     ) -> None:
-        self.accelerator, self.engine = accelerator, engine
-        # The accelerator keeps it, until its free_memory() lets go of the whole run.
-        self.prepared = weakref.ref(optimizer)
+        self.accelerator, self.engine, self.listed = accelerator, engine, listed
+        self.prepared, self.known = weakref.ref(optimizer), weakref.ref(known)
         accelerator.register_save_state_pre_hook(self.save)
         accelerator.register_load_state_pre_hook(self.load)
 
@@ -127,10 +133,10 @@ class _PrivacyState:
 
     def _run(self, folder: Any) -> tuple[DPOptimizer | None, Path]:
         """The optimizer, None where the accelerator has freed it, and its file, numbered as accelerate's own are."""
-        prepared, stem = self.prepared(), Path(STATE)
+        prepared, known, stem = self.prepared(), self.known(), Path(STATE)
         # Not the hook's list of models: other hooks take out of it what they load themselves.
-        for k, known in enumerate(self.accelerator._optimizers):
-            if prepared is not None and known is prepared:
+        for k, part in enumerate(getattr(self.accelerator, self.listed)):
+            if prepared is not None and part is known:
                 return prepared.optimizer, Path(folder) / (f"{stem.stem}_{k}{stem.suffix}" if k else STATE)
         return None, Path(folder) / STATE
 
@@ -159,7 +165,8 @@ def prepare(
     accelerate's own loaders, a prepared schedule makes as many steps at a time as there are processes.
 
     Args:
-        accelerator: An accelerator with one process, or with several that each hold the whole model.
+        accelerator: An accelerator with one process, or with several that each hold the whole model, or its shards by
+            ``FullyShardedDataParallelPlugin(fsdp_version=2)``.
         engine: Keeps the budget.
         module: The module, not prepared.
         optimizer: The optimizer, not prepared.
@@ -173,11 +180,12 @@ def prepare(
         (module, optimizer, data_loader), of which the first two are prepared.
 
     Raises:
-        UnsupportedError: the accelerator shards the model (FSDP, DeepSpeed, tensor parallelism) or scales the loss; the
-            data set is an iterable; the mode is "ghost", or there is no wrapper; or as ``make_private``.
+        UnsupportedError: the accelerator shards the model by FSDP's first version, DeepSpeed or tensor parallelism, or
+            scales the loss; the data set is an iterable; the mode is "ghost", or there is no wrapper; or as
+            ``make_private``.
         ValueError: the loader has no batch size, or the pieces' size is below 1.
     """
-    check_replicates(accelerator)
+    check_processes(accelerator)
     if accelerator.scaler is not None:
         raise UnsupportedError(
             f"mixed_precision={accelerator.mixed_precision!r} multiplies the loss, so gradients would be clipped at "
@@ -204,14 +212,27 @@ def prepare(
     piece = size if piece is None else piece
     check_pieces(piece, privacy.get("batch_first", True))
     poisson = privacy.get("poisson_sampling", True)
-    module = module.to(accelerator.device)
+    check_drawn(accelerator, poisson)
+    known: Any = None
+    if shards(accelerator):
+        module, optimizer = known, _ = _sharded(accelerator, module, optimizer)
+    else:
+        module = module.to(accelerator.device)
     ranks = joined(accelerator, module)
     share = size * accelerator.gradient_accumulation_steps
+    if known is not None:  # whose loader is of batches of all processes, dealt out by position
+        share *= accelerator.num_processes
     logical = logical_loader(data_loader, data_loader.sampler, share, poisson, ranks, data_loader.drop_last)
     make: Any = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     module, private, loader = make(module=module, optimizer=optimizer, data_loader=logical, **privacy)
     accelerator.gradient_accumulation_steps = 1
     accelerator.gradient_state.plugin_kwargs["adjust_scheduler"] = False  # which would count the pieces
+    prepared = _PrivateOptimizer(private, device_placement=accelerator.device_placement)
+    # A schedule that is built on it and not prepared itself is stepped for every piece.
+    follow(prepared, private.logical_batch)
+    if known is not None:
+        _PrivacyState(accelerator, engine, prepared, known, "_models")
+        return module, prepared, _Pieces(loader, piece, private, accelerator.device)
     # As for evaluation: without torch's DistributedDataParallel around it.
     module = accelerator.prepare_model(module, evaluation_mode=ranks is not None)
     if isinstance(module, DistributedDataParallel):
@@ -219,12 +240,22 @@ def prepare(
             "accelerate has put the model into torch's DistributedDataParallel, which averages gradients before they "
             "are clipped; use the version of accelerate that dpcore's tests run with, and report this one."
         )
-    prepared = _PrivateOptimizer(private, device_placement=accelerator.device_placement)
-    # A schedule that is built on it and not prepared itself is stepped for every piece.
-    follow(prepared, private.logical_batch)
-    _PrivacyState(accelerator, engine, prepared)
+    _PrivacyState(accelerator, engine, prepared, prepared, "_optimizers")
     return (
         module,
         accelerator.prepare_optimizer(prepared),
         _Pieces(loader, piece, private, accelerator.device),
     )
+
+
+def _sharded(
+    accelerator: accelerate.Accelerator, module: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
+    """Return both as the accelerator's FSDP2 plugin shards them.
+
+    The accelerator keeps the model, and saves and loads its shards in its own form. It forgets the optimizer: dpcore's
+    file has its state, and what saves an optimizer's shards would take a step of the private one to make it.
+    """
+    module, prepared = accelerator.prepare(module, optimizer)
+    accelerator._optimizers.remove(prepared)
+    return module, prepared.optimizer

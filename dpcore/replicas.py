@@ -1,4 +1,4 @@
-"""accelerate's processes that each hold the whole model: which of its ways to train dpcore can take part in.
+"""accelerate's processes, which hold the whole model or shards of it: which of its ways dpcore can take part in.
 
 For :mod:`dpcore.accelerate` and :mod:`dpcore.transformers`, whose Trainer has an accelerator inside.
 """
@@ -17,22 +17,28 @@ from dpcore.errors import UnsupportedError
 REPLICATING = ("NO", "MULTI_CPU", "MULTI_GPU")
 """accelerate's names of what was tried, or works through the same backends of torch as what was."""
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+"""Of which FSDP2 alone leaves a rank the whole gradients of its own examples before they are reduced."""
 PARALLEL = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
 """What a ``ParallelismConfig`` calls the numbers of processes that share one model or one example."""
 
 
-def check_replicates(accelerator: Any) -> None:
-    """Refuse an accelerator whose processes do not each hold the whole model and whole examples.
+def shards(accelerator: Any) -> bool:
+    """Return whether the accelerator puts models into shards by torch's ``fully_shard``."""
+    return bool(getattr(accelerator, "is_fsdp2", False))
+
+
+def check_processes(accelerator: Any) -> None:
+    """Refuse an accelerator whose processes do not each work on whole examples, with the whole model or FSDP2's shards.
 
     Raises:
         UnsupportedError: with the reason and the remedy.
     """
     kind = accelerator.distributed_type.value
-    if kind in SHARDING or (accelerator.num_processes > 1 and kind not in REPLICATING):
+    if not shards(accelerator) and (kind in SHARDING or (accelerator.num_processes > 1 and kind not in REPLICATING)):
         raise UnsupportedError(
             f"The accelerator's processes work together as {kind}, which splits the model, or reduces gradients before "
-            "they are clipped: use plain data parallelism on CPUs or GPUs (accelerate launch --multi_gpu, or torchrun, "
-            "without a plugin), or a loop of your own, in which dpcore trains a model after fully_shard too."
+            "they are clipped: use FSDP2 (FullyShardedDataParallelPlugin(fsdp_version=2)), or plain data parallelism "
+            "on CPUs or GPUs (accelerate launch --multi_gpu, or torchrun, without a plugin)."
         )
     parallel = getattr(accelerator, "parallelism_config", None)
     split = [name for name in PARALLEL if (getattr(parallel, name, 1) or 1) > 1]
@@ -44,9 +50,25 @@ def check_replicates(accelerator: Any) -> None:
         )
 
 
+def check_drawn(accelerator: Any, poisson: bool) -> None:
+    """Refuse batches of sharded models that are not drawn as one for all processes.
+
+    Raises:
+        UnsupportedError: with the remedy.
+    """
+    if shards(accelerator) and not poisson:
+        raise UnsupportedError(
+            "poisson_sampling=False with FSDP2: the processes' shares would be batches of their own. Leave it out: one "
+            "Poisson batch is drawn for all processes, and dealt out by position."
+        )
+
+
 def joined(accelerator: Any, module: nn.Module) -> Ranks | None:
-    """Return the accelerator's processes, which train ``module`` together from now on; None where it has one."""
-    return replicate(module) if accelerator.num_processes > 1 else None
+    """Return the accelerator's processes, which train ``module`` together from now on.
+
+    None where it has one, or where the module's shards say which they are.
+    """
+    return replicate(module) if accelerator.num_processes > 1 and not shards(accelerator) else None
 
 
 def logical_loader(

@@ -61,26 +61,44 @@ class ShardedModule(nn.Module):
 
 
 class ShardedOptimizer(OptimizerWrapper):
-    """``optimizer`` over shards, as one over whole parameters, whose gradients stay empty."""
+    """``optimizer`` over shards, as one over whole parameters, whose gradients stay empty.
 
-    param_groups: list[dict[str, Any]] = []  # noqa: RUF012  its own: the wrapped one's hold the shards
+    Settings are the same in both, whichever of them a schedule changes.
+    """
 
     def __init__(self, optimizer: Optimizer, module: ShardedModule) -> None:
         self.optimizer = optimizer
         self._reduction = module.reduction
         whole = {shard: p for p, shard in module.reduction.shards.items()}
-        self.param_groups = [
+        self._groups = [
             {**group, "params": [whole.get(p, p) for p in group["params"]]} for group in optimizer.param_groups
         ]
+        self._agreed = [_settings(group) for group in self._groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups, of whole parameters."""
+        self._agree()
+        return self._groups
+
+    def _agree(self) -> None:
+        """Hand on what was changed in one of the two since they last agreed."""
+        for k, (mine, wrapped) in enumerate(zip(self._groups, self.optimizer.param_groups, strict=True)):
+            for name, value in {**_settings(wrapped), **_settings(mine)}.items():
+                before = self._agreed[k].get(name)
+                is_mine = name in mine and value is not before and value != before
+                mine[name] = wrapped[name] = value if is_mine else wrapped.get(name, value)
+            self._agreed[k] = _settings(mine)
 
     def state_dict(self) -> dict[str, Any]:
-        self._hand_on_settings()
+        self._agree()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
-        for mine, group in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            mine.update({name: value for name, value in group.items() if name != "params"})
+        for mine, wrapped in zip(self._groups, self.optimizer.param_groups, strict=True):
+            mine.update(_settings(wrapped))
+        self._agreed = [_settings(group) for group in self._groups]
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.optimizer!r})"
@@ -96,14 +114,14 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The wrapped step, on what was released into the shards' gradients."""
-        self._hand_on_settings()
+        self._agree()
         self.optimizer.step()
         self._reduction.note_released()
 
-    def _hand_on_settings(self) -> None:
-        """Learning rates and the like may have been changed by a scheduler."""
-        for mine, group in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in mine.items() if name != "params"})
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's learning rate and the like."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def shard(module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

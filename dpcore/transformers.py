@@ -24,7 +24,7 @@ from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
-from dpcore.replicas import check_replicates, joined, logical_loader
+from dpcore.replicas import check_processes, joined, logical_loader
 from dpcore.task_losses import (
     IGNORED,
     base_of,
@@ -81,7 +81,7 @@ class DPTrainerMixin:
         trainer: Any = self
         check_arguments(trainer.args, _own_loss_function(trainer))
         _check_privacy(self, privacy)
-        check_replicates(trainer.accelerator)
+        check_processes(trainer.accelerator)
         _check_loss(self)
         check_numbered(trainer.train_dataset)
         self.engine = engine

@@ -291,20 +291,15 @@ def check_sharded(folder: Path) -> Any:
         "hybrid": train(1.0, torch.float64, size=2, how="hybrid" if WORLD > 1 else "columns"),
         "resume": check_resume(folder, how="sharded"),
     }
-    _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
-    x, y = data()[: dist.get_rank()][:2]
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
-    step(module, optimizer, x, y)
-    before = weights(module)
-    scheduler.step()
-    step(module, optimizer, x, y)
-    found["moved at a learning rate of 0"] = float((weights(module) - before).abs().max())
+    found["moved at a learning rate of 0"] = [shards.moved_at_a_rate_of_0(of_private) for of_private in (True, False)]
     found["secure"] = [shards.released_securely(how) for how in ways()[1:]]
     found["rounded"] = [shards.rounded_in_mixed_precision(sigma) for sigma in (0.0, 1.0)]
     found["extremes"] = [[shards.extremes(length, how) for how in ("alone", "sharded")] for length in (6, 400)]
     found["words"] = [shards.of_words(how) for how in ("alone", "sharded")]
     found |= shards.refused_in_shards()
     found["half precision"] = step_in_half_precision()
+    _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
+    step(module, optimizer, *data()[: dist.get_rank()][:2])
     inner = module._module.module
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
 

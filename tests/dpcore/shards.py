@@ -32,6 +32,19 @@ def rounded_in_mixed_precision(sigma: float) -> float:
     return float((found == found.bfloat16().float()).float().mean())
 
 
+def moved_at_a_rate_of_0(of_private: bool) -> float:
+    """Return how far a step goes at a rate that a schedule made 0: one of the private optimizer, or of the user's."""
+    _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
+    x, y = data()[: dist.get_rank()][:2]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer if of_private else optimizer.original_optimizer.inner, 1, 0.0)
+    step(module, optimizer, x, y)
+    before = weights(module)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    step(module, optimizer, x, y)
+    return float((weights(module) - before).abs().max())
+
+
 class Positions(nn.Module):
     """A layer at all positions; outputs [B, 2], the mean over positions with signs that take turns."""
 

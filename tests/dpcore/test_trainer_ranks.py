@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dpcore import PrivacyEngine, UnsupportedError
 from dpcore.noise import GaussianNoise
-from dpcore.replicas import check_replicates
+from dpcore.replicas import check_processes
 from tests.dpcore import ranks, trainer_ranks
 from tests.dpcore.several import launch, trained_alone, union
 from tests.dpcore.trainer_parts import EXAMPLES, PIECES, ROWS, STEPS, Texts, language_model
@@ -23,7 +23,7 @@ from tests.dpcore.trainer_parts import EXAMPLES, PIECES, ROWS, STEPS, Texts, lan
 pytestmark = pytest.mark.xdist_group("ranks")
 
 CHECKS = {
-    "accelerate": ["accelerate_same", "accelerate_noise", "accelerate_resume", "accelerate_empty"],
+    "accelerate": ["accelerate_same", "accelerate_noise", "accelerate_resume", "accelerate_empty", "accelerate_shards"],
     "transformers": ["transformers_same", "transformers_noise"],
     "lightning": ["lightning_same", "lightning_noise", "lightning_refusals"],
 }
@@ -107,10 +107,25 @@ def test_accelerates_two_processes_go_on_from_their_checkpoint_bit_for_bit(found
         assert report["resumed"]["accounted"] == report["whole"]["accounted"] == [(1.0, ranks.RATE, 6)]
 
 
+@by("accelerate")
+def test_accelerates_shards_clip_and_add_noise_as_one_process_and_go_on_from_their_checkpoint(found):
+    reports = [r["accelerate_shards"] for r in found]
+    for size in ("2", "auto"):
+        check_noisy_steps([report[size] for report in reports], 20)
+    for report in reports:
+        assert torch.equal(report["resumed"]["weights"], report["whole"]["weights"])
+        assert report["resumed"]["accounted"] == report["whole"]["accounted"] == [(1.0, ranks.RATE, 6)]
+        assert {"privacy.pt", "pytorch_model_fsdp_0"} <= set(report["files"])
+        assert report["moved at a rate of 0"] == 0.0 and report["steps"] == 4
+        assert "poisson_sampling=False with FSDP2" in report["in order"]
+        assert "work together as FSDP" in report["version 1"] and "fsdp_version=2" in report["version 1"]
+    assert all(mine + other == whole for (whole, mine), (_, other) in zip(*(r["local"] for r in reports), strict=True))
+
+
 @pytest.mark.parametrize(
     ("kind", "processes", "parallel", "reason"),
     [
-        ("FSDP", 2, None, "work together as FSDP.*fully_shard"),
+        ("FSDP", 2, None, "work together as FSDP.*fsdp_version=2"),
         ("DEEPSPEED", 1, None, "work together as DEEPSPEED"),
         ("MULTI_XPU", 2, None, "work together as MULTI_XPU"),
         ("MULTI_GPU", 4, SimpleNamespace(tp_size=2, cp_size=None), "parallelism_config has tp_size above 1"),
@@ -122,10 +137,10 @@ def test_an_accelerator_whose_processes_share_a_model_is_refused(kind, processes
     kind = SimpleNamespace(value=kind)
     accelerator = SimpleNamespace(distributed_type=kind, num_processes=processes, parallelism_config=parallel)
     if reason is None:
-        check_replicates(accelerator)
+        check_processes(accelerator)
         return
     with pytest.raises(UnsupportedError, match=reason):
-        check_replicates(accelerator)
+        check_processes(accelerator)
 
 
 # ---- transformers and TRL

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -44,7 +45,8 @@ SETTING = {"sample_rate": ranks.RATE, "expected_batch_size": ranks.DIVISOR, "max
 
 
 def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters())
+    return torch.cat([p.detach().flatten() for p in whole])
 
 
 def found(engine: PrivacyEngine, module: nn.Module, **more: Any) -> dict[str, Any]:
@@ -59,6 +61,19 @@ def accelerator(**options: Any) -> Any:
     import accelerate
 
     return accelerate.Accelerator(cpu=True, **options)
+
+
+def sharding_accelerator(layer: str = "Linear", version: int = 2, **options: Any) -> Any:
+    """One with the FSDP plugin: accelerate's constructor takes it on GPUs only, so it is set here as it does there."""
+    import accelerate
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    using = accelerator(**options)
+    using.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer]
+    )
+    using.state.distributed_type = accelerate.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return using
 
 
 def prepared(using: Any, engine: PrivacyEngine, model: nn.Module, loader: DataLoader, optimizer: Any, **privacy: Any):
@@ -87,7 +102,8 @@ def check_accelerate_same() -> Any:
 def accelerated_steps(size: int | str | None, steps: int, folder: Path | None = None, **options: Any) -> dict[str, Any]:
     """Noise and clipping, by a loop that gathers its losses after every piece; a checkpoint after three steps."""
     seed, dropout = options.get("seed", 7), options.get("dropout", 0.0)
-    engine, model, using = PrivacyEngine(seed=seed), ranks.model(dropout=dropout), accelerator()
+    engine, model = PrivacyEngine(seed=seed), ranks.model(dropout=dropout)
+    using = sharding_accelerator() if options.get("shards") else accelerator()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     privacy = {"noise_multiplier": 1.0, "max_physical_batch_size": size, **SETTING}
     loader = DataLoader(ranks.data(), batch_size=5)
@@ -109,7 +125,7 @@ def accelerated_steps(size: int | str | None, steps: int, folder: Path | None = 
             assert using.gather(loss.detach().reshape(1)).shape == (dist.get_world_size(),)
             if optimizer.batch_goes_on:
                 continue
-            drawn, history, batch = [*drawn, batch], [*history, ranks.weights(module)], []
+            drawn, history, batch = [*drawn, batch], [*history, ranks.weights(model)], []
             if optimizer.optimizer.steps == 3 and folder and not options.get("resumed"):
                 using.save_state(str(folder))
                 using.wait_for_everyone()
@@ -126,6 +142,47 @@ def check_accelerate_resume(folder: Path) -> Any:
     whole = accelerated_steps(4, 6, folder / "accelerate", dropout=0.5)
     resumed = accelerated_steps(4, 6, folder / "accelerate", dropout=0.5, seed=99, resumed=True)
     return {"whole": whole, "resumed": resumed}
+
+
+def check_accelerate_shards(folder: Path) -> Any:
+    """FSDP2 by accelerate's plugin: noisy steps, a checkpoint, a schedule of the user's optimizer, and what is refused.
+
+    The last check of its process, whose accelerators shard from then on.
+    """
+    kept = folder / "shards"
+    found = {str(size): accelerated_steps(size, 20, shards=True) for size in (2, "auto")}
+    found["whole"] = accelerated_steps(4, 6, kept, dropout=0.5, shards=True)
+    found["resumed"] = accelerated_steps(4, 6, kept, dropout=0.5, seed=99, resumed=True, shards=True)
+    found["files"] = sorted(path.name for path in kept.iterdir())
+
+    def made(using: Any, **privacy: Any) -> Any:
+        model = ranks.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(ranks.data(), batch_size=5)
+        run = prepared(using, PrivacyEngine(seed=7), model, loader, optimizer, **{"noise_multiplier": 1.0} | privacy)
+        return model, optimizer, run
+
+    model, optimizer, (module, private, pieces) = made(sharding_accelerator(), **SETTING)
+    found["local"] = [(p.numel(), p.to_local().numel()) for p in model.parameters()]
+    optimizer.param_groups[0]["lr"] = 0.0  # as a schedule does
+    before = ranks.weights(model)
+    for x, y, _ in pieces:
+        F.cross_entropy(module(x), y).backward()
+        private.step()
+        private.zero_grad()
+    found["moved at a rate of 0"] = float((ranks.weights(model) - before).abs().max())
+    found["steps"] = private.optimizer.steps
+
+    def refusal(*given: Any, **privacy: Any) -> str:
+        try:
+            made(*given, **SETTING | privacy)
+        except UnsupportedError as error:
+            return str(error)
+        return "nothing was refused"
+
+    found["in order"] = refusal(sharding_accelerator(), poisson_sampling=False)
+    found["version 1"] = refusal(sharding_accelerator(version=1))
+    return found
 
 
 def check_accelerate_empty() -> Any:
