@@ -34,7 +34,7 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.schedules import follow
 from dpcore.privacy_engine import PrivacyEngine
-from dpcore.replicas import check_drawn, check_processes, joined, logical_loader, shards
+from dpcore.processes import check_drawn, check_processes, joined, logical_loader, put_in_shards, shards
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
 try:
@@ -215,7 +215,7 @@ def prepare(
     check_drawn(accelerator, poisson)
     known: Any = None
     if shards(accelerator):
-        module, optimizer = known, _ = _sharded(accelerator, module, optimizer)
+        module, optimizer = known, _ = put_in_shards(accelerator, module, optimizer)
     else:
         module = module.to(accelerator.device)
     ranks = joined(accelerator, module)
@@ -246,16 +246,3 @@ def prepare(
         accelerator.prepare_optimizer(prepared),
         _Pieces(loader, piece, private, accelerator.device),
     )
-
-
-def _sharded(
-    accelerator: accelerate.Accelerator, module: nn.Module, optimizer: Optimizer
-) -> tuple[nn.Module, Optimizer]:
-    """Return both as the accelerator's FSDP2 plugin shards them.
-
-    The accelerator keeps the model, and saves and loads its shards in its own form. It forgets the optimizer: dpcore's
-    file has its state, and what saves an optimizer's shards would take a step of the private one to make it.
-    """
-    module, prepared = accelerator.prepare(module, optimizer)
-    accelerator._optimizers.remove(prepared)
-    return module, prepared.optimizer

@@ -55,6 +55,10 @@ class Ranks:
         self._together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group))
         return int(found)
 
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        return -self.largest(-value)
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place, the same on each of them. PrivacyError where a rank does not come."""
         self._together(lambda: dist.all_reduce(tensor, group=self.group))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
-from dpcore.replicas import check_processes, joined, logical_loader
+from dpcore.processes import check_drawn, check_processes, joined, logical_loader, put_in_shards, shards
 from dpcore.task_losses import (
     IGNORED,
     base_of,
@@ -140,21 +141,25 @@ class DPTrainerMixin:
         assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
         inputs = trainer._prepare_inputs(inputs)
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
-        if rows and not self._knows_loss:
+        # Every pass of a sharded model gathers weights from all processes, so that all look, or none.
+        together = self._private_optimizer.ranks if shards(trainer.accelerator) else None
+        if not self._knows_loss and (rows if together is None else together.least(rows) > 1):
             self._knows_loss = self._check_loss(model, inputs)
+            if together is not None:
+                self._knows_loss = bool(together.least(self._knows_loss))
         model.train()
         if callable(
             getattr(trainer.optimizer, "train", None)
         ):  # one without a schedule, as the Trainer's own step does
             trainer.optimizer.train()
         for piece in self._cutter.pieces_of(inputs):
-            if not rows:
+            if not rows and together is None:
                 self._hooks.record_empty_batch()
                 break
             with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, piece)
+                loss = trainer.compute_loss(model if together is None else self._hooks, piece)
             trainer.accelerator.backward(loss)
-            total += loss.detach() * batch_length(piece) / rows
+            total += loss.detach() * batch_length(piece) / max(rows, 1)
             if self._private_optimizer.logical_batch.goes_on:
                 self._private_optimizer.step()  # only adds the piece
         return total
@@ -166,7 +171,7 @@ class DPTrainerMixin:
         trainer: Any = self
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
-        base = trainer.accelerator.unwrap_model(model)
+        base = trainer.accelerator.unwrap_model(self._trained if model is self._hooks else model)
         outputs = model(**without_labels(base, inputs))
         losses = self.per_example_losses(base, outputs, dict(inputs).get("labels"))
         rows = batch_length(inputs)
@@ -176,7 +181,7 @@ class DPTrainerMixin:
                 "mean would weigh the examples by each other. Return one loss per example, [B]: over tokens, each "
                 "example's own mean."
             )
-        loss = losses.mean()
+        loss = losses.mean() if rows else losses.sum()
         return (loss, outputs) if return_outputs else loss
 
     def per_example_losses(self, model: Any, outputs: Any, labels: Tensor | None) -> Tensor:
@@ -271,12 +276,14 @@ class DPTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Beside the Trainer's files, what was spent, and where noise and batches stand."""
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        with self._optimizer_of_shards():
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         os.makedirs(output_dir, exist_ok=True)  # of several processes, the first may not have made it yet
         self.engine.save_checkpoint(path=str(Path(output_dir) / STATE), **self._parts())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        with self._optimizer_of_shards():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is None:
             return
         path = Path(checkpoint) / STATE
@@ -286,6 +293,21 @@ class DPTrainerMixin:
                 "counted anew. Resume from a checkpoint that a DPTrainer wrote."
             )
         self.engine.load_checkpoint(path=str(path), **self._parts())
+
+    @contextmanager
+    def _optimizer_of_shards(self) -> Iterator[None]:
+        """Show the Trainer an optimizer without a state in the place of one over shards.
+
+        What saves and loads an optimizer's shards would take a step of it, to make a state that is missing.
+        """
+        trainer: Any = self
+        private = trainer.optimizer
+        if shards(trainer.accelerator):
+            trainer.optimizer = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=0.0)
+        try:
+            yield
+        finally:
+            trainer.optimizer = private
 
     def _parts(self) -> dict[str, Any]:
         # The Trainer keeps the weights.
@@ -301,6 +323,14 @@ class DPTrainerMixin:
         share = trainer.args.per_device_train_batch_size * self._pieces
         privacy = {"wrap_model": False, **self.privacy}
         poisson = privacy.get("poisson_sampling", True)
+        check_drawn(trainer.accelerator, poisson)
+        if shards(trainer.accelerator):
+            # A loader of batches of all processes, dealt out by position; torch would average the gradients of a model
+            # that is called without a wrapper.
+            share, privacy["wrap_model"] = share * trainer.accelerator.num_processes, True
+            trainer.model, trainer.optimizer = put_in_shards(trainer.accelerator, trainer.model, trainer.optimizer)
+            trainer.model_wrapped = trainer.model
+            _prepare_no_more(trainer.accelerator, trainer.model)
         ranks = joined(trainer.accelerator, trainer.model)
         if ranks is not None:
             _prepare_without_averaging(trainer.accelerator)
@@ -339,6 +369,16 @@ def _prepare_without_averaging(accelerator: Any) -> None:
         return prepare(model, device_placement=device_placement, evaluation_mode=True)
 
     accelerator.prepare_model = prepare_model
+
+
+def _prepare_no_more(accelerator: Any, model: nn.Module) -> None:
+    """Let ``accelerator`` leave ``model``, which it has sharded, and its private optimizer as they are."""
+    prepare = accelerator.prepare
+
+    def prepare_others(*given: Any, **options: Any) -> Any:
+        return given if any(part is model for part in given) else prepare(*given, **options)
+
+    accelerator.prepare = prepare_others
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dpcore.example_isolation.rows import ways_of_rows
 from dpcore.rerun.snapshot import preserved
 from dpcore.tree import flatten, unflatten
 
+VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 MADE_UP = 7
 """Examples in the place of none; hardly another dimension has this length."""
 EMPTY_BATCH = (
@@ -69,6 +72,28 @@ class _Call:
     batch: Any
     counted: bool = False
     """Whether a backward pass went through it."""
+
+
+class ViewsOfNone(TorchFunctionMode):
+    """Gives -1 in a view of nothing the length that it has for one example, where torch finds it ambiguous.
+
+    Models split their heads by ``view(*shape[:-1], -1, width)``. For passes that all ranks have to make together, of
+    which none can be tried and made again with other examples.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in VIEWS and not args[0].numel() and all(isinstance(n, int) for n in _sizes(args)):
+            sizes = _sizes(args)
+            if -1 in sizes and 0 in sizes:
+                known = prod(max(n, 1) for n in sizes if n != -1)
+                length = prod(max(n, 1) for n in args[0].shape) // known
+                args = (args[0], [length if n == -1 else n for n in sizes])
+        return func(*args, **(kwargs or {}))
+
+
+def _sizes(args: Any) -> tuple[Any, ...]:
+    """Return the sizes that ``view`` was given, one by one or together."""
+    return tuple(args[1]) if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
 
 
 class EmptyBatches:

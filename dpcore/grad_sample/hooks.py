@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dpcore.errors import PrivacyError
 from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.backward_passes import BackwardPasses
-from dpcore.grad_sample.empty_batches import newest_batch, outputs_of_none
+from dpcore.grad_sample.empty_batches import ViewsOfNone, newest_batch, outputs_of_none
 from dpcore.grad_sample.entrances import Enter, Entrance, methods_that_run_layers
 from dpcore.grad_sample.forward_passes import ForwardPasses, batch_brought_first
 from dpcore.grad_sample.ordinary_gradients import LoopsGradients, OrdinaryGradients
@@ -127,7 +128,8 @@ class AbstractGradSampleHooks:
         units_in(batch_size, self.group)
         if not batch_size and not self._forward_passes.sharded:
             return self._run_empty(call, *given)
-        output = self._forward_passes.record(call, given, batch_size, name)
+        with nullcontext() if batch_size else ViewsOfNone():
+            output = self._forward_passes.record(call, given, batch_size, name)
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self._note_empty()

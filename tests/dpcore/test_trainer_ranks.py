@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dpcore import PrivacyEngine, UnsupportedError
 from dpcore.noise import GaussianNoise
-from dpcore.replicas import check_processes
+from dpcore.processes import check_processes
 from tests.dpcore import ranks, trainer_ranks
 from tests.dpcore.several import launch, trained_alone, union
 from tests.dpcore.trainer_parts import EXAMPLES, PIECES, ROWS, STEPS, Texts, language_model
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 CHECKS = {
     "accelerate": ["accelerate_same", "accelerate_noise", "accelerate_resume", "accelerate_empty", "accelerate_shards"],
-    "transformers": ["transformers_same", "transformers_noise"],
+    "transformers": ["transformers_same", "transformers_noise", "transformers_shards"],
     "lightning": ["lightning_same", "lightning_noise", "lightning_refusals"],
 }
 _LAUNCHED: dict[str, list[dict[str, Any]]] = {}
@@ -40,7 +40,7 @@ def found(request, tmp_path_factory):
     if library not in _LAUNCHED:
         folder, checks = tmp_path_factory.mktemp(library), CHECKS[library]
         if library == "transformers" and importlib.util.find_spec("trl") is not None:
-            checks = [*checks, "trl_same"]
+            checks = ["trl_same", *checks]  # before a check whose accelerators shard from then on
         _LAUNCHED[library] = launch(folder, 2, *checks, script=trainer_ranks.__file__)
     return _LAUNCHED[library]
 
@@ -153,9 +153,9 @@ def test_two_processes_of_a_trainer_without_noise_end_where_transformers_own_do(
         assert report["difference"] < 1e-6
 
 
-def texts_alone(batches: list[list[int]]) -> torch.Tensor:
+def texts_alone(batches: list[list[int]], kind: str = "gpt2") -> torch.Tensor:
     """The end of SGD by a loop over examples in float64, with the noise of one process."""
-    model, noise, ids = language_model("gpt2").train(), GaussianNoise(seed=7), Texts().ids
+    model, noise, ids = language_model(kind).train(), GaussianNoise(seed=7), Texts().ids
     parameters = list(model.parameters())
     for step, batch in enumerate(batches):
         total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
@@ -201,6 +201,22 @@ def test_empty_batches_of_a_trainers_two_processes_are_steps(found):
     assert torch.equal(reports[0]["weights"], reports[1]["weights"])
     # The sum of six steps' noise.
     assert abs(float(draws.std()) - 6**0.5) < 0.1
+
+
+@by("transformers")
+def test_a_trainers_shards_clip_and_add_noise_as_one_process_and_go_on_from_their_checkpoint(found):
+    reports = [r["transformers_shards"] for r in found]
+    for run in ("whole", "rare"):
+        batches = union([report[run] for report in reports])
+        assert len(batches) == 6 and all(len(set(batch)) == len(batch) for batch in batches)
+        assert run == "whole" or any(not batch for report in reports for batch in report[run]["batches"])
+        for report in reports:
+            torch.testing.assert_close(report[run]["weights"], texts_alone(batches, "llama"), rtol=1e-8, atol=1e-9)
+    for report in reports:
+        assert report["whole"]["accounted"] == [(1.0, 2 * PIECES * ROWS / EXAMPLES, 6)]
+        assert report["rare"]["accounted"] == [(1.0, 0.02, 6)]
+        assert torch.equal(report["resumed"]["weights"], report["whole"]["weights"])
+        assert report["resumed"]["accounted"] == report["whole"]["accounted"]
 
 
 @by("trl")

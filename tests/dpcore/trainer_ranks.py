@@ -63,16 +63,20 @@ def accelerator(**options: Any) -> Any:
     return accelerate.Accelerator(cpu=True, **options)
 
 
-def sharding_accelerator(layer: str = "Linear", version: int = 2, **options: Any) -> Any:
-    """One with the FSDP plugin: accelerate's constructor takes it on GPUs only, so it is set here as it does there."""
+def shard_by(using: Any, layer: str, version: int = 2) -> None:
+    """Set the FSDP plugin as accelerate's constructor does, which takes it on GPUs only."""
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    using = accelerator(**options)
     using.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer]
     )
     using.state.distributed_type = accelerate.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def sharding_accelerator(layer: str = "Linear", version: int = 2, **options: Any) -> Any:
+    using = accelerator(**options)
+    shard_by(using, layer, version)
     return using
 
 
@@ -246,19 +250,27 @@ def check_trl_same(folder: Path) -> Any:
     return run_both([type("Ordinary", (InOrder, trl.SFTTrainer), {}), private], folder, "llama", given)
 
 
-def trained_text(folder: Path, resume: str | None = None, **privacy: Any) -> dict[str, Any]:
-    """A private Trainer's end, and the examples of each of its steps."""
+def trained_text(
+    folder: Path, resume: str | None = None, kind: str = "gpt2", layer: str | None = None, **privacy: Any
+) -> dict[str, Any]:
+    """A private Trainer's end, and the examples of each of its steps; in shards, where the layer of a unit is named."""
     from dpcore.transformers import DPTrainer
 
     batches: list[list[int]] = []
     ids = Texts().ids
 
     class Noted(DPTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if layer is not None:
+                shard_by(self.accelerator, layer)
+                self.is_fsdp_enabled = True
+
         def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             batches.append([int((ids == row).all(1).nonzero()) for row in inputs["input_ids"]])
             return super().training_step(model, inputs, num_items_in_batch)
 
-    engine, model = PrivacyEngine(seed=7), language_model("gpt2")
+    engine, model = PrivacyEngine(seed=7), language_model(kind)
     options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6, "optim": "sgd", "learning_rate": 0.1}
     settings = {"noise_multiplier": 1.0, "max_grad_norm": ranks.CLIP} | privacy
     given = {"args": arguments(folder, lr_scheduler_type="constant", **options), "train_dataset": Texts()}
@@ -271,6 +283,16 @@ def check_transformers_noise(folder: Path) -> Any:
     resumed = trained_text(folder / "again", str(folder / "whole" / "checkpoint-4"))
     empty = trained_text(folder / "empty", sample_rate=1e-9, expected_batch_size=8)
     return {"whole": whole, "resumed": resumed, "empty": empty}
+
+
+def check_transformers_shards(folder: Path) -> Any:
+    """FSDP2 in the Trainer; the last check of its process, whose accelerators shard from then on."""
+    found = {"whole": trained_text(folder / "shards", kind="llama", layer="LlamaDecoderLayer")}
+    kept, again = str(folder / "shards" / "checkpoint-4"), folder / "again in shards"
+    found["resumed"] = trained_text(again, kept, kind="llama", layer="LlamaDecoderLayer")
+    rare = {"sample_rate": 0.02, "expected_batch_size": 2 * PIECES * ROWS}
+    found["rare"] = trained_text(folder / "rare in shards", kind="llama", layer="LlamaDecoderLayer", **rare)
+    return found
 
 
 # ---- Lightning

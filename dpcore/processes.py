@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpcore.data_loader import worker_options
@@ -69,6 +70,17 @@ def joined(accelerator: Any, module: nn.Module) -> Ranks | None:
     None where it has one, or where the module's shards say which they are.
     """
     return replicate(module) if accelerator.num_processes > 1 and not shards(accelerator) else None
+
+
+def put_in_shards(accelerator: Any, module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Return both as the accelerator's FSDP2 plugin shards them.
+
+    The accelerator keeps the model, and saves and loads its shards in its own form. It forgets the optimizer: dpcore's
+    file has its state, and what saves an optimizer's shards would take a step of the private one to make it.
+    """
+    module, prepared = accelerator.prepare(module, optimizer)
+    accelerator._optimizers.remove(prepared)
+    return module, prepared.optimizer
 
 
 def logical_loader(
