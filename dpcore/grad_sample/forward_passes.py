@@ -139,11 +139,12 @@ class ForwardPasses:
         for kind, batch, count in found:
             self._look(call, batch, count)
             self._kinds.add(kind)
-        if self._layout.derived and sharded:
+        if self._layout.read_back and sharded:
             raise UnsupportedError(
-                f"{', '.join(sorted(self._layout.derived))} is used by way of what the model computes from it alone (a "
-                "transposed or scaled weight, say), for which it is no longer whole; with fully_shard layers must use "
-                "their parameters as they are. Use DifferentiallyPrivateDistributedDataParallel instead."
+                f"{', '.join(sorted(self._layout.read_back))} is used by way of what the model computes from it alone "
+                "(a normalised weight, say), whose gradient needs its numbers when it is no longer whole; with "
+                "fully_shard layers may transpose, scale or look up their parameters, no more. Use "
+                "DifferentiallyPrivateDistributedDataParallel instead."
             )
         if self._layout.fallbacks and sharded:
             raise UnsupportedError(

@@ -25,7 +25,7 @@ from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
 from dpcore.tape import own_passes
 from dpcore.tape.batch_dims import IN_ROWS, BatchDims
-from dpcore.tape.derived import ThroughUse
+from dpcore.tape.derived import NotKept, ThroughUse, storage_of
 from dpcore.tape.tape import Tape
 from dpcore.tree import flatten
 
@@ -103,7 +103,7 @@ class Layout:
         self._dims: dict[tuple[Parameter, str], set[int | torch.Size]] = {}
         self._shapes: set[tuple[Parameter, str, int, torch.Size]] = set()
         """With what shapes beside the batch."""
-        self.derived: set[str] = set()
+        self.read_back: set[str] = set()
         """Parameters from which a tensor is computed before any example comes in."""
         self.looks = 0
         """How often the model was looked at."""
@@ -359,7 +359,8 @@ class Layout:
         self.example_bytes = max(self.example_bytes, held / count)
         for use in tape.uses:
             if isinstance(use, ThroughUse):
-                self.derived |= {names[root] for derivation in use.stands.values() for root in derivation.roots}
+                ways = ((way, root) for way in use.stands.values() for root in way.roots)
+                self.read_back |= {names[root] for way, root in ways if way.needs_values(root)}
             if isinstance(use, ModuleUse):
                 # What has the batch's length here and in the real batch has the batch first.
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)
@@ -392,11 +393,11 @@ def _may_be_reached(tape: Tape, names: dict[Parameter, str], outputs: list[Tenso
 
 def _nothing_saved() -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which graphs keep no tensors: it is only looked at where their paths lead."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse_saved)
+    return torch.autograd.graph.saved_tensors_hooks(storage_of, _refuse_saved)
 
 
-def _refuse_saved(kept: None) -> Tensor:
-    raise RuntimeError("A pass asks for a tensor that its graph has not kept.")
+def _refuse_saved(storage: int) -> Tensor:
+    raise NotKept(storage)
 
 
 def _raised_here(error: Exception) -> bool:

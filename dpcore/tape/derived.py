@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from dpcore.errors import NoRuleError, NotLearnt, UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm
 from dpcore.tape.uses import Use
+from dpcore.tree import flatten
 
 _REORDERING = {
     getattr(space, name)
@@ -95,6 +96,22 @@ class Derivation:
         stand.register_hook(refuse)
         return stand
 
+    def needs_values(self, root: Parameter) -> bool:
+        """Return whether the way back to ``root`` reads numbers of it, or does something that does not show what."""
+        storage = storage_of(root)
+        waiting, seen = [self.tensor.grad_fn], set()
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return True  # what a function in Python keeps need not be among its saved tensors
+            if any(_saves(node, name, storage) for name in dir(node) if name.startswith("_saved_")):
+                return True
+            waiting += [before for before, _ in node.next_functions]
+        return False
+
     def pull(self, root: Parameter, grad: Tensor) -> Tensor:
         """The gradient at ``root`` for one at the tensor."""
         return self._pull(root, grad, False).to(grad.dtype)
@@ -135,6 +152,33 @@ class Derivation:
                 "optimizer's step, so gradients by example can no longer be computed; change it after the step."
             ) from error
         return grad.new_zeros((*grad.shape[:1], *root.shape) if many else root.shape) if found is None else found
+
+
+class NotKept(RuntimeError):
+    """A graph that keeps no tensors was asked for the one with this ``storage``."""
+
+    def __init__(self, storage: int) -> None:
+        super().__init__("A pass asks for a tensor that its graph has not kept.")
+        self.storage = storage
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tells one storage from others while it lives; 0 for a tensor without one (a sparse one)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _saves(node: Any, name: str, storage: int) -> bool:
+    """Return whether a node of a graph has saved, under that name, a tensor with the storage."""
+    try:
+        values = flatten(getattr(node, name))[0]
+    except NotKept as error:
+        return error.storage == storage or isinstance(
+            getattr(node, f"_raw{name}"), tuple | list
+        )  # of several, the first
+    return any(isinstance(value, Tensor) and storage_of(value) == storage for value in values)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

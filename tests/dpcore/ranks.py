@@ -303,7 +303,7 @@ def check_sharded(folder: Path) -> Any:
     inner = module._module.module
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
 
-    class Triangular(nn.Module):
+    class Normalised(nn.Module):
         """Uses its parameter by way of what it computes from it alone."""
 
         def __init__(self) -> None:
@@ -311,9 +311,9 @@ def check_sharded(folder: Path) -> Any:
             self.weight = nn.Parameter(torch.randn(3, 3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.weight.tril()
+            return x @ (self.weight / self.weight.norm())
 
-    rule_free = nn.Sequential(Triangular(), nn.Linear(3, 2))
+    rule_free = nn.Sequential(Normalised(), nn.Linear(3, 2))
     fully_shard(rule_free, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     engine = PrivacyEngine(seed=7)
     module, optimizer, _ = engine.make_private(

@@ -86,14 +86,17 @@ def extremes(length: int, how: str) -> torch.Tensor:
 
 
 class Words(nn.Module):
-    """A table in the unit that is left over for the root."""
+    """A table in the unit that is left over for the root; weights that are used by way of what is computed of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.layer, self.last = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.places, self.scale, self.turned = nn.Embedding(5, 8), nn.Parameter(torch.zeros(8)), nn.Linear(8, 8)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layer(self.table(words)).tanh().mean(1))
+        x = self.table(words) + self.places(torch.arange(5))
+        x = self.layer(x) * (1 + self.scale)
+        return self.last((x @ (0.5 * self.turned.weight.t().tril()) + self.turned.bias).tanh().mean(1))
 
 
 def of_words(how: str) -> torch.Tensor:

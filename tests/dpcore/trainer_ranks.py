@@ -288,6 +288,7 @@ def check_transformers_noise(folder: Path) -> Any:
 def check_transformers_shards(folder: Path) -> Any:
     """FSDP2 in the Trainer; the last check of its process, whose accelerators shard from then on."""
     found = {"whole": trained_text(folder / "shards", kind="llama", layer="LlamaDecoderLayer")}
+    found["gpt2"] = trained_text(folder / "gpt2 in shards", kind="gpt2", layer="GPT2Block")
     kept, again = str(folder / "shards" / "checkpoint-4"), folder / "again in shards"
     found["resumed"] = trained_text(again, kept, kind="llama", layer="LlamaDecoderLayer")
     rare = {"sample_rate": 0.02, "expected_batch_size": 2 * PIECES * ROWS}
