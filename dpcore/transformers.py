@@ -296,14 +296,15 @@ class DPTrainerMixin:
 
     @contextmanager
     def _optimizer_of_shards(self) -> Iterator[None]:
-        """Show the Trainer an optimizer without a state in the place of one over shards.
+        """Show the Trainer an optimizer with next to no state in the place of one over shards: dpcore's file has its.
 
         What saves and loads an optimizer's shards would take a step of it, to make a state that is missing.
         """
         trainer: Any = self
         private = trainer.optimizer
         if shards(trainer.accelerator):
-            trainer.optimizer = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=0.0)
+            smallest = min((p for p in trainer.model.parameters() if p.requires_grad), key=Tensor.numel)
+            trainer.optimizer = torch.optim.SGD([smallest], lr=0.0, momentum=0.5)
         try:
             yield
         finally:

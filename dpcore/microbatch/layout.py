@@ -205,9 +205,9 @@ class Layout:
             known.add(found if fits else x.shape)
             self._shapes.add((*key, found, _shape_beside(x, found)))
             return found
-        if not batch.size and not known:  # the first batch of all is empty, of which no gradient is taken
-            return fits[0] if fits else -1
         possible = [d for d in fits if d in known] + ([-1] if x.shape in known else [])
+        if not batch.size:  # of which no gradient is taken
+            return (possible or fits or [-1])[0]
         seen = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes]
         if len(fits) > 1 and not seen and batch.size > 1:  # at that length, a way that it has not gone
             raise NotLearnt(f"Parameter {batch.sources.name(key[0])}", key[:1])
@@ -366,7 +366,7 @@ class Layout:
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)
                 batched = frozenset(use.call.batched)
                 fallback.batched = batched if fallback.batched is None else fallback.batched & batched
-                if type(use) is ModuleUse:
+                if type(use) is ModuleUse and not hasattr(self.model, "reduction"):  # of shards, which refuse it
                     use.check_alone(fallback)
         for param in tape.uses.counts:
             self.unmet.pop(param, None)

@@ -95,7 +95,8 @@ class Words(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.table(words) + self.places(torch.arange(5))
-        x = self.layer(x) * (1 + self.scale)
+        x = self.layer(x.flatten(0, 1)).view_as(x) * (1 + self.scale)
+        x = x.view(*words.shape, -1, 4).flip(2).reshape(*words.shape, -1)  # ambiguous where there are none
         return self.last((x @ (0.5 * self.turned.weight.t().tril()) + self.turned.bias).tanh().mean(1))
 
 

@@ -63,13 +63,16 @@ def accelerator(**options: Any) -> Any:
     return accelerate.Accelerator(cpu=True, **options)
 
 
-def shard_by(using: Any, layer: str, version: int = 2) -> None:
+def shard_by(using: Any, layer: str, version: int = 2, **options: Any) -> None:
     """Set the FSDP plugin as accelerate's constructor does, which takes it on GPUs only."""
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     using.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer]
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[layer],
+        **options,
     )
     using.state.distributed_type = accelerate.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
@@ -263,7 +266,7 @@ def trained_text(
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             if layer is not None:
-                shard_by(self.accelerator, layer)
+                shard_by(self.accelerator, layer, state_dict_type="FULL_STATE_DICT")  # the Trainer's default
                 self.is_fsdp_enabled = True
 
         def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
