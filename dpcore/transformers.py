@@ -276,13 +276,13 @@ class DPTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Beside the Trainer's files, what was spent, and where noise and batches stand."""
-        with self._optimizer_of_shards():
+        with _little_state(self):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         os.makedirs(output_dir, exist_ok=True)  # of several processes, the first may not have made it yet
         self.engine.save_checkpoint(path=str(Path(output_dir) / STATE), **self._parts())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self._optimizer_of_shards():
+        with _little_state(self):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is None:
             return
@@ -293,22 +293,6 @@ class DPTrainerMixin:
                 "counted anew. Resume from a checkpoint that a DPTrainer wrote."
             )
         self.engine.load_checkpoint(path=str(path), **self._parts())
-
-    @contextmanager
-    def _optimizer_of_shards(self) -> Iterator[None]:
-        """Show the Trainer an optimizer with next to no state in the place of one over shards: dpcore's file has its.
-
-        What saves and loads an optimizer's shards would take a step of it, to make a state that is missing.
-        """
-        trainer: Any = self
-        private = trainer.optimizer
-        if shards(trainer.accelerator):
-            smallest = min((p for p in trainer.model.parameters() if p.requires_grad), key=Tensor.numel)
-            trainer.optimizer = torch.optim.SGD([smallest], lr=0.0, momentum=0.5)
-        try:
-            yield
-        finally:
-            trainer.optimizer = private
 
     def _parts(self) -> dict[str, Any]:
         # The Trainer keeps the weights.
@@ -370,6 +354,22 @@ def _prepare_without_averaging(accelerator: Any) -> None:
         return prepare(model, device_placement=device_placement, evaluation_mode=True)
 
     accelerator.prepare_model = prepare_model
+
+
+@contextmanager
+def _little_state(trainer: Any) -> Iterator[None]:
+    """Show the Trainer an optimizer with next to no state in the place of one over shards: dpcore's file has its.
+
+    What saves and loads an optimizer's shards would take a step of it, to make a state that is missing.
+    """
+    private = trainer.optimizer
+    if shards(trainer.accelerator):
+        smallest = min((p for p in trainer.model.parameters() if p.requires_grad), key=Tensor.numel)
+        trainer.optimizer = torch.optim.SGD([smallest], lr=0.0, momentum=0.5)
+    try:
+        yield
+    finally:
+        trainer.optimizer = private
 
 
 def _prepare_no_more(accelerator: Any, model: nn.Module) -> None:
