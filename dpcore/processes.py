@@ -42,7 +42,8 @@ def check_processes(accelerator: Any) -> None:
             "on CPUs or GPUs (accelerate launch --multi_gpu, or torchrun, without a plugin)."
         )
     parallel = getattr(accelerator, "parallelism_config", None)
-    split = [name for name in PARALLEL if (getattr(parallel, name, 1) or 1) > 1]
+    known = ("dp_shard_size",) if shards(accelerator) else ()
+    split = [name for name in PARALLEL if name not in known and (getattr(parallel, name, 1) or 1) > 1]
     if split:
         raise UnsupportedError(
             f"The accelerator's parallelism_config has {', '.join(split)} above 1: its processes share a model or an "

@@ -131,11 +131,14 @@ def test_accelerates_shards_clip_and_add_noise_as_one_process_and_go_on_from_the
         ("MULTI_GPU", 4, SimpleNamespace(tp_size=2, cp_size=None), "parallelism_config has tp_size above 1"),
         ("MULTI_GPU", 4, SimpleNamespace(tp_size=1, cp_size=1), None),
         ("NO", 1, None, None),
+        ("FSDP2", 4, SimpleNamespace(dp_replicate_size=2, dp_shard_size=2), None),
+        ("FSDP2", 4, SimpleNamespace(dp_shard_size=2, tp_size=2), "parallelism_config has tp_size above 1"),
     ],
 )
 def test_an_accelerator_whose_processes_share_a_model_is_refused(kind, processes, parallel, reason):
-    kind = SimpleNamespace(value=kind)
-    accelerator = SimpleNamespace(distributed_type=kind, num_processes=processes, parallelism_config=parallel)
+    of = SimpleNamespace(value=kind.removesuffix("2"))
+    told = {"num_processes": processes, "parallelism_config": parallel, "is_fsdp2": kind == "FSDP2"}
+    accelerator = SimpleNamespace(distributed_type=of, **told)
     if reason is None:
         check_processes(accelerator)
         return
