@@ -94,7 +94,7 @@ class Words(nn.Module):
         self.places, self.scale, self.turned = nn.Embedding(5, 8), nn.Parameter(torch.zeros(8)), nn.Linear(8, 8)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.table(words) + self.places(torch.arange(5))
+        x = self.table(words) * self.places(torch.arange(5)) + self.places(torch.arange(5))
         x = self.layer(x.flatten(0, 1)).view_as(x) * (1 + self.scale)
         x = x.view(*words.shape, -1, 4).flip(2).reshape(*words.shape, -1)  # ambiguous where there are none
         return self.last((x @ (0.5 * self.turned.weight.t().tril()) + self.turned.bias).tanh().mean(1))
@@ -105,7 +105,7 @@ def of_words(how: str) -> torch.Tensor:
     torch.manual_seed(0)
     module, words = Words(), torch.randint(2, 20, (6, 5))
     if how != "alone":
-        for part in (module.layer, module):
+        for part in (module.layer, module.places, module):
             fully_shard(part, **sharding(how))
     private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(
         module=module,
