@@ -215,7 +215,8 @@ def prepare(
     check_drawn(accelerator, poisson)
     known: Any = None
     if shards(accelerator):
-        module, optimizer = known, _ = put_in_shards(accelerator, module, optimizer)
+        known, optimizer = put_in_shards(accelerator, module, optimizer)
+        module = known
     else:
         module = module.to(accelerator.device)
     ranks = joined(accelerator, module)
