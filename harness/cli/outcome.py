@@ -68,8 +68,8 @@ def interim(folder: RunFolder, as_json: bool) -> Callable[[bool], None]:
         from harness.report.formats import terminal
 
         found = load(folder.path, left_out=lambda fault: None)
-        held_back = any(map(is_held, found))
-        built = contents.build([*map(released, found)])
+        held_back = is_first and any(map(is_held, found))
+        built = contents.build([*map(released, found)] if held_back else found)
         if is_first:
             console = Console(stderr=as_json, highlight=False)
             terminal.times(built, console)

@@ -70,8 +70,8 @@ def settle(run: Run, job: Job, log: Log) -> None:
     if time is None or memory is None:
         return
     refused, weights = run.refusal(timed), replayed(run, timed)
-    if refused.interrupted if refused else weights is None:
-        return  # the next run makes the replay again
+    if refused.interrupted if refused else (weights is None or is_lost(run, timed, time)):
+        return  # the next run makes again what is lost
     found = refused or after_first_steps(
         Result("ok", timed=time.timed), run.request(timed), weights, job.contestant.variant.own_replays
     )
