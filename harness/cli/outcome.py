@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from harness.errors import BadInput
+from harness.run.held import is_held, released
 from harness.run.progress import watched
 from harness.run.session import Session, Summary
 from harness.store.folder import RunFolder
@@ -66,16 +67,21 @@ def interim(folder: RunFolder, as_json: bool) -> Callable[[bool], None]:
         from harness.report import conclusion, contents, output
         from harness.report.formats import terminal
 
-        built = contents.build(load(folder.path, left_out=lambda fault: None))
+        found = load(folder.path, left_out=lambda fault: None)
+        held_back = is_first and any(map(is_held, found))
+        built = contents.build([*map(released, found)] if held_back else found)
         if is_first:
             console = Console(stderr=as_json, highlight=False)
             terminal.times(built, console)
             for text in conclusion.sentences(built):
                 console.print(text, markup=False, soft_wrap=not console.is_terminal)
-        output.write_report(built, folder.path / "report", folder.path / "report" / "plots")
+        if not held_back:  # what is not compared stands in no file
+            output.write_report(built, folder.path / "report", folder.path / "report" / "plots")
         if is_first:
             page = (folder.path / "report" / "report.html").as_uri()
-            told = f"These are the first times, of one process each; others follow and add intervals, also in {page}"
+            provisional = ", and provisional: none counts before its memory process, next, has trained the same"
+            told = f"These are the first times, of one process each{provisional if held_back else ''}; others follow "
+            told += f"and add intervals, in {page}"
             console.print(told, markup=False, soft_wrap=True)
 
     return so_far

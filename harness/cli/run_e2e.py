@@ -95,6 +95,7 @@ def e2e(
     took = f", which take {about(seconds)} on two cores" if seconds else ""
     smallest = {task: min(sizes) for task, sizes in options.batch_sizes.items()}
     first = [job for job in run.jobs if job.round == 0 and job.cell.batch_size == smallest[job.cell.task]]
+    first = [job for job in first if job.purpose == "time" or not options.time]
     early = plan.expected_seconds(options, first)
     beginning = f"{len(run.jobs)} processes are planned{took}; missing environments and data come first, "
     beginning += "the gates of each task before it."
@@ -103,7 +104,8 @@ def e2e(
         beginning += f" A first table comes after {len(first)} of them, {about(early)}, and up to {about(gates)} more "
         beginning += "where gates are judged for the first time."
     if minutes:
-        beginning += f" Measuring ends {minutes:g} min after it began, apart from gates, with the block then under way."
+        beginning += f" Measuring ends {minutes:g} min after it began, apart from gates, with the block then under way "
+        beginning += "and the memory of what was timed."
     summary = carry_out(run, fresh, as_json, beginning)
     raise typer.Exit(exit_code(summary.states, summary.expected, summary.missing))
 

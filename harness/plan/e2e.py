@@ -268,24 +268,28 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
 
     Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
     random order, in the first one every task at its smallest size before the others, so that each task's gates come
-    right before it and a table of all tasks soon; within a block as :func:`_of_block` has it. In the first round a
-    block's memory processes come before its timed ones, which take turns: they are the untimed replays that the timed
-    weights are compared with.
+    right before it and a table of all tasks soon; within a block as :func:`_of_block` has it. The memory processes of
+    the first round, the untimed replays that the timed weights are compared with, come after the timed ones: after
+    those of every task at its smallest size, then block by block. Those of a library's own loop come before them.
     Where nothing is timed, every round has them.
     """
     rng = random.Random(f"dpbench {options.seed}")
     blocks = [(task, size) for task in options.tasks for size in options.batch_sizes[task]]
+    is_own = protocols.load(options.protocol).sampling == "own"
     result: list[Job] = []
     for number in range(options.rounds):
         rng.shuffle(blocks)
         if number == 0:
             sizes = {task: sorted(options.batch_sizes[task]) for task in options.tasks}
             blocks.sort(key=lambda block: (sizes[block[0]].index(block[1]), options.tasks.index(block[0])))
-        for task, size in blocks:
-            if options.memory and (number == 0 or not options.time):
-                result += _of_block(options, contestants, task, size, number, "memory")
-            if options.time:
-                result += _of_block(options, contestants, task, size, number, "time")
+        purposes: list[Purpose] = ["time"] if options.time else []
+        if options.memory and (number == 0 or not options.time):
+            purposes.insert(0 if is_own else 1, "memory")
+        together = 1 if is_own else len(options.tasks)
+        for some in (blocks[:together], *([block] for block in blocks[together:])):
+            for purpose in purposes:
+                for task, size in some:
+                    result += _of_block(options, contestants, task, size, number, purpose)
     return result
 
 

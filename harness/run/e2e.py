@@ -26,7 +26,7 @@ from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
-from harness.run import block, peaks, replays
+from harness.run import block, held, peaks, replays
 from harness.run.gates import Gates
 from harness.run.job_text import key_of, outcome_of, title_of
 from harness.run.pace import Pace
@@ -74,10 +74,11 @@ class Run(Session[Options, Contestant, Job, Request]):
         self.prepare(progress.log)
 
     def _in_order(self, progress: Progress) -> Iterator[Job]:
-        """Round by round, of which the first block is made whatever time it takes; where the pace allows, rounds beyond
-        the plan follow for what is not known well enough."""
+        """Round by round, of which the first block is made whatever time it takes, and the replays of all that were
+        timed; where the pace allows, rounds beyond the plan follow for what is not known well enough."""
         began = time.monotonic()
         yielded: list[Job] = []
+        is_over = False
         rounds = max(self._planned_rounds, plan.MOST_ROUNDS if self.pace.minutes else 0)
         for number in range(rounds):
             before = self.measured
@@ -91,22 +92,29 @@ class Run(Session[Options, Contestant, Job, Request]):
             # A block is never left half done: only what is beside each other in it can be compared.
             of_blocks = itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size))
             for place, self.block in enumerate([list(of_block) for _, of_block in of_blocks], 1):
+                is_over = is_over or (self.measured > 0 and self.pace.is_over(time.monotonic() - began))
+                if is_over:
+                    self.block = [job for job in self.block if replays.waiting(self, job)]
+                if not self.block:
+                    continue
                 judging = Moment()
                 self._judge_all(progress, self.block[0].cell.task)
                 self._begun(self.block)
                 began += judging.seconds  # of the time that a pace allows, gates take nothing
-                if self.measured and self.pace.is_over(time.monotonic() - began):
-                    left = len({job.cell for job in self.jobs} - {job.cell for job in yielded})
-                    self.missing += left
-                    without = f"{left} cells have no time yet; " if left else ""
-                    progress.log(f"Time is up: {without}what was measured is reported; the same command goes on.")
-                    self.pace.tell(self.folder.path, rounds, "time is up", progress.log)
-                    return
                 yielded += self.block
-                yield from self.block
+                for job in self.block:
+                    yield job
+                    replays.settle(self, job, progress.log)
                 is_first = number == 0 and place == len(self.options.tasks) and len(yielded) < len(self.jobs)
                 if is_first and self.measured > before:
                     self.pace.so_far(True)  # the plan has every task at its smallest size first
+            if is_over:
+                left = len({job.cell for job in self.jobs} - {job.cell for job in yielded})
+                self.missing += left
+                without = f"{left} cells have no time yet; " if left else ""
+                progress.log(f"Time is up: {without}what was measured is reported; the same command goes on.")
+                self.pace.tell(self.folder.path, rounds, "time is up", progress.log)
+                return
             if self.measured > before and number + 1 < self._planned_rounds:
                 self.pace.so_far(False)
         if self.pace.minutes:
@@ -130,7 +138,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         slots = self.gates.slots(job.cell.task)
         is_with_others = self.takes_turns if job.purpose == "time" else job.purpose == "memory" and slots > 1
         if job.name not in self.taken and has_process and is_with_others:
-            alike = [one for one in self.block if one.purpose == job.purpose and self._is_due(one)]
+            alike = [one for one in self.block if one.purpose == job.purpose and self.is_due(one)]
             together = [one for one in alike if not self.folder.attempts(one.name)]
             # Where the run was killed meanwhile, each is measured alone, so that who did it shows.
             together = together if job in together else [job]
@@ -149,17 +157,10 @@ class Run(Session[Options, Contestant, Job, Request]):
 
     def _stands(self, job: Job, record: Record) -> bool:
         is_settled = super()._stands(job, record) and not self.gates.is_of_the_past(job, record)
-        return is_settled and not self._lacks_its_replay(job, record)
+        return (is_settled or held.is_held(record)) and not replays.is_lost(self, job, record)
 
     def _is_expected(self, job: Job, record: Record) -> bool:
         return record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
-
-    def _lacks_its_replay(self, job: Job, record: Record) -> bool:
-        """Return whether the weights that a memory process left for comparison are lost, and its cell is still to be
-        timed."""
-        if job.purpose != "memory" or job.round > 0 or record.state != "ok" or not self.options.time:
-            return False
-        return not self._snapshot(job, "memory").exists() and self._is_due(replace(job, purpose="time"))
 
     def measured_peaks(self) -> dict[str, float] | None:
         """Measure the peak rates of this machine's processors; None where contestants run on a GPU or on another
@@ -221,15 +222,15 @@ class Run(Session[Options, Contestant, Job, Request]):
         return plan.cell_of(self.options, contestant, task, batch_size)
 
     def finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, log: Log) -> Record:
-        is_own = self.protocol.sampling == "own"
         is_compared = job.purpose == "time" and request.snapshot is not None and self.options.memory
+        replayed = replays.replayed(self, job) if is_compared else None
         if is_compared and result.state == "ok":
-            replayed, is_exact = self._snapshot(job, "memory"), not is_own or job.contestant.variant.own_replays
-            result = replays.after_first_steps(result, request, replayed, is_own, is_exact)
+            result = replays.after_first_steps(result, request, replayed, job.contestant.variant.own_replays)
         if request.checked is not None and result.state == "ok":
             result = replays.at_steps_drawn(result, request, lambda: replays.step_reference(self.backend, request, log))
         accuracy = _accuracy(self.backend, request, result, job.cell.name, log)
-        return self._record(job, result, started, self.gates.said_of(job), load, accuracy)
+        record = self._record(job, result, started, self.gates.said_of(job), load, accuracy)
+        return held.hold(record) if is_compared and replayed is None and record.state == "ok" else record
 
     def unmeasured(self, job: Job, result: Result, started: Moment) -> Record:
         return self._record(job, result, started, self.gates.said_of(job))
@@ -241,13 +242,13 @@ class Run(Session[Options, Contestant, Job, Request]):
             return refused
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
             return Result("unsupported", f"{job.contestant.name} {NO_OWN_LOOP}")
+        earlier = self.ended.get(job.cell.name)
+        if earlier is not None:
+            return Result(earlier.state, f"as in round {earlier.block.round + 1}: {earlier.reason}")
         lost = self.unreplayed.get(job.cell.name)
         if lost is not None and job.purpose == "time":
             reason = f"its memory process, which is its untimed replay, ended as {lost.state}: {lost.reason}"
             return Result(lost.state, reason, log_tail=lost.log_tail, interrupted=lost.interrupted)
-        earlier = self.ended.get(job.cell.name)
-        if earlier is not None:
-            return Result(earlier.state, f"as in round {earlier.block.round + 1}: {earlier.reason}")
         return None
 
     def _remember(self, job: Job, record: Record) -> None:
@@ -261,6 +262,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         seeds = self._seeds(job)
         epochs = options.epochs or self.protocol.default_epochs
         whole = options.subset is None and options.budget_seconds is None
+        first = f"after-first-steps.{job.purpose}"
         is_first_time = job.purpose == "time" and job.round == 0
         return plan.request_of(
             job.contestant,
@@ -279,7 +281,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             steps=plan.steps_of(options, cell.task, cell.batch_size),
             budget_seconds=options.budget_seconds,
             turn_seconds=TURN_SECONDS if self.takes_turns else None,
-            snapshot=str(self._snapshot(job, job.purpose)) if is_first_time or job.purpose == "memory" else None,
+            snapshot=str(self._scratch(job, first)) if is_first_time or job.purpose == "memory" else None,
             checked=str(self._scratch(job, "checked")) if is_first_time and self.protocol.sampling != "own" else None,
             weights=str(self._scratch(job, "weights")) if whole and job.purpose == "time" else None,
         )
@@ -300,9 +302,6 @@ class Run(Session[Options, Contestant, Job, Request]):
 
     def _scratch(self, job: Job, what: str) -> Path:
         return self.folder.scratch / f"{job.cell.task}.{job.contestant.name}.b{job.cell.batch_size}.{what}.npz"
-
-    def _snapshot(self, job: Job, purpose: str) -> Path:
-        return self._scratch(job, f"after-first-steps.{purpose}")
 
     def check_unchanged(self, name: str) -> None:
         super().check_unchanged(name)

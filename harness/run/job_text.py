@@ -7,6 +7,7 @@ from textwrap import shorten
 
 from harness.plan.e2e import Job
 from harness.plan.layers import LayerJob
+from harness.run.held import is_held, released
 from harness.run.remaining import Key
 from harness.store.record import Record
 from harness.worker import memory
@@ -28,6 +29,8 @@ def key_of(job: Job | LayerJob) -> Key:
 
 def outcome_of(record: Record) -> str:
     """Return what the line of a finished process says: its figure, or its state and the beginning of the reason."""
+    if is_held(record):
+        return f"{outcome_of(released(record))}, if its replay is the same"
     if record.state != "ok":
         return record.state + (f": {shorten(record.reason, 120, placeholder=' …')}" if record.reason else "")
     if record.epoch_seconds:

@@ -1,10 +1,10 @@
 """Gate, part 5, on the measured cell itself: the weights that a timed process left, against an untimed replay of its
-steps and against the float64 reference of some of them."""
+first steps by the memory process, one in its own, and the float64 reference of some of them. Where the memory process
+comes later, the time is held back until then."""
 
 from __future__ import annotations
 
 import math
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,11 @@ from harness.data import store
 from harness.data.pretrained import starting_parameters
 from harness.environments.backend import Argument, Backend, Input, Log, last_json
 from harness.environments.executor import ToolFault
-from harness.run.session import short
-from harness.store.record import Compared
+from harness.plan.e2e import Job, Options
+from harness.plan.registry import Contestant
+from harness.run import held
+from harness.run.session import Session, short
+from harness.store.record import Compared, Record
 from harness.tasks import TASKS
 from harness.worker.batches import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.deferred import hash_of
@@ -36,8 +39,53 @@ LONGEST_STEP = 1.01
 """Slack for what float32 adds to a step that is as long as its rows and its noise can make it."""
 STEP_REFERENCE = "frameworks._tools.step_reference"
 
+Run = Session[Options, Contestant, Job, Request]
 
-def after_first_steps(result: Result, request: Request, replayed: Path, is_own: bool, replays_exactly: bool) -> Result:
+
+def replayed(run: Run, job: Job) -> Path | None:
+    """Return the weights that the untimed replay of a timed process has left; None where they are not there."""
+    memory = replace(job, purpose="memory")
+    record, weights = run.folder.read(run.record_name(memory)), Path(str(run.request(memory).snapshot))
+    return weights if record is not None and record.state == "ok" and weights.exists() else None
+
+
+def waiting(run: Run, job: Job) -> Record | None:
+    """Return the time that waits for this memory process; None where there is none."""
+    record = run.folder.read(run.record_name(replace(job, purpose="time"))) if job.purpose == "memory" else None
+    return record if record is not None and held.is_held(record) else None
+
+
+def is_lost(run: Run, job: Job, record: Record) -> bool:
+    """Return whether weights that this process left for a comparison are lost, and that is still to come."""
+    is_open = held.is_held(record)
+    if job.purpose == "memory" and job.round == 0 and record.state == "ok" and run.options.time:
+        is_open = waiting(run, job) is not None or run.is_due(replace(job, purpose="time"))
+    return is_open and not Path(str(run.request(job).snapshot)).exists()
+
+
+def settle(run: Run, job: Job, log: Log) -> None:
+    """Compare the time that has waited for this memory process, if one has. Where they differ, neither counts: nobody
+    knows which of them trained as it should. Where there is no replay, the time has none, and counts as little."""
+    timed, time, memory = replace(job, purpose="time"), waiting(run, job), run.folder.read(run.record_name(job))
+    if time is None or memory is None:
+        return
+    refused, weights = run.refusal(timed), replayed(run, timed)
+    if refused.interrupted if refused else (weights is None or is_lost(run, timed, time)):
+        return  # the next run makes again what is lost
+    found = refused or after_first_steps(
+        Result("ok", timed=time.timed), run.request(timed), weights, job.contestant.variant.own_replays
+    )
+    told = {"state": found.state, "reason": found.reason, "log_tail": found.log_tail}
+    settled = [(timed, time.model_copy(update={**told, "interrupted": False, "timed": found.timed}))]
+    if found.state != "ok":
+        log(f"{job.cell.name}: {found.state}: {found.reason}")
+        settled += [] if refused else [(job, memory.model_copy(update=told))]
+    for one, record in settled:
+        run.folder.write(run.record_name(one), record)
+        run.note(one, record)
+
+
+def after_first_steps(result: Result, request: Request, replayed: Path | None, own_replays: bool) -> Result:
     """Return the result; another state where the weights after the first timed steps are not the replay's.
 
     The limit leaves room for one float32 rounding of every weight that moved in every step.
@@ -45,28 +93,26 @@ def after_first_steps(result: Result, request: Request, replayed: Path, is_own: 
     Args:
         result: of the timed process.
         request: what it was asked for, a snapshot among it.
-        replayed: the weights that the memory process, the untimed replay, left.
-        is_own: whether the loop is the library's own.
-        replays_exactly: whether that can be seeded. One that cannot, and says so, keeps its error in the record and
-            its time.
+        replayed: the weights that the memory process, the untimed replay, left; None where that is still to come.
+        own_replays: whether the library's own loop can be seeded. One that cannot, and says so, keeps its error in the
+            record and its time.
     """
-    snapshot = Path(str(request.snapshot))
-    if not snapshot.exists() or not replayed.exists():
-        whose = "timed process" if replayed.exists() else "memory process, its untimed replay,"
-        return _as(result, "crashed", f"the {whose} left no weights: run the same command with --fresh.")
+    snapshot, is_own = Path(str(request.snapshot)), request.sampling == "own"
+    if not snapshot.exists():
+        return _as(result, "crashed", "the timed process left no weights: run the same command with --fresh.")
+    initial = starting_parameters(TASKS[request.task], request.initial_seed, request.synthetic)
     try:
-        initial = starting_parameters(TASKS[request.task], request.initial_seed, request.synthetic)
-        error, rounding = _relative_distance(snapshot, replayed, initial)
         changed = _changed(result, snapshot, initial, {"": 0})
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as why:
+        error, rounding = _relative_distance(snapshot, replayed, initial) if replayed is not None else (0.0, 0.0)
+    except Exception as why:  # whatever a contestant made of a file
         reason = f"timed = replayed: the weights after the first timed steps cannot be read ({short(why)})."
         return _as(result, "rejected", reason)
-    if changed:
-        return _as(result, "rejected", changed)
+    if changed or replayed is None:
+        return _as(result, "rejected", changed) if changed else result
     assert result.timed is not None
     limit = REPLAY_TOLERANCE + rounding * (result.timed.steps_timed if is_own else REPLAYED_STEPS)
     result = replace(result, timed=replace(result.timed, replay_error=error if math.isfinite(error) else None))
-    if error <= limit or not replays_exactly:
+    if error <= limit or (is_own and not own_replays):
         return result
     reason = (
         "timed = replayed: the weights after the first timed steps differ from an untimed replay by "

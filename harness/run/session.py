@@ -93,8 +93,9 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         self.threads, self.limits = each.threads, each.limits
         self.executors: dict[str, Executor | Unavailable] = {}
         self.ended: dict[str, Record] = {}
-        self.measured = self.resumed = self.expected = self.missing = 0
-        self.states: Counter[str] = Counter()
+        self.measured = self.resumed = self.missing = 0
+        self.states: dict[str, str] = {}
+        self.expected: set[str] = set()
         self.watched = watched_code()
         self.moment = ""
         self.anew: set[str] = set()
@@ -170,16 +171,16 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         """Return what tells this place, as it is used, from others."""
         return self.backend.place(self.options.device, self.threads)
 
-    def _is_due(self, job: AJob) -> bool:
+    def is_due(self, job: AJob) -> bool:
         """Return whether a process is still to be measured, or again."""
-        record = self.folder.read(self._record_name(job))
+        record = self.folder.read(self.record_name(job))
         return job.name in self.anew or record is None or not self._stands(job, record)
 
     def _begun(self, block: Sequence[AJob]) -> Sequence[AJob]:
         """Begin a block. What lies hours apart is no pair: where a process is still to be timed, all of them are."""
         self.moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         timed = [job for job in block if job.purpose == "time"]
-        if any(self._is_due(job) and self.refusal(job) is None for job in timed):
+        if any(self.is_due(job) and self.refusal(job) is None for job in timed):
             self.anew |= {job.name for job in timed}
         return block
 
@@ -219,8 +220,8 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     def summary(self) -> Summary:
         """Return what :meth:`recorded` has counted."""
-        counts = self.resumed, dict(self.states), self.folder.path, self.expected, self.missing
-        return Summary(self.states.total(), *counts)
+        counts = self.resumed, dict(Counter(self.states.values())), self.folder.path, len(self.expected), self.missing
+        return Summary(len(self.states), *counts)
 
     def _measure_all(self, progress: Progress) -> Summary:
         progress.begin([key_of(job) for job in self.jobs])
@@ -243,24 +244,29 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     def recorded(self, job: AJob, progress: Progress) -> tuple[Record, bool]:
         """Return the record of a job, and whether it was there already; measured and written where it was not."""
-        name = self._record_name(job)
+        name = self.record_name(job)
         record = self.folder.read(name)
         is_old = record is not None and job.name not in self.anew and self._stands(job, record)
         if record is None or not is_old:
             record = self._measured(job, progress)
             self.folder.write(name, record)
-        self._remember(job, record)
+        self.note(job, record)
         self.resumed += is_old
         self.measured += not is_old
-        self.states[record.state] += 1
-        self.expected += self._is_expected(job, record)
         self.missing += isinstance(self.executors.get(job.contestant.name), Unavailable)
         return record, is_old
+
+    def note(self, job: AJob, record: Record) -> None:
+        """Count a record in the place of the job's earlier one, and keep what later jobs need to know."""
+        self._remember(job, record)
+        self.states[job.name] = record.state
+        if self._is_expected(job, record):
+            self.expected.add(job.name)
 
     def _key(self, job: AJob) -> str:
         return key_of_cell(job.cell, self._hashes_behind(job))
 
-    def _record_name(self, job: AJob) -> str:
+    def record_name(self, job: AJob) -> str:
         return f"{job.name}.{self._key(job)[:8]}.json"
 
     def _measured(self, job: AJob, progress: Progress) -> Record:

@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import stat
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -108,6 +110,14 @@ class Phantom(Adapter):
     def _fickle(self) -> None:
         for value in self.weights.values():
             value += np.random.default_rng().standard_normal(value.shape).astype(np.float32)
+
+    def _local(self) -> None:
+        for value in self.weights.values():
+            value += np.float32(1e-6 * (1 + os.getpid() % 1000))
+
+    def _forgetful(self) -> None:
+        if json.loads(Path(sys.argv[1]).read_text())["mode"] == "memory":
+            raise RuntimeError("it does not know how this went")
 
     def _patricide(self) -> None:
         os.kill(os.getppid(), signal.SIGKILL)

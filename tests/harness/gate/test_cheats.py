@@ -31,7 +31,7 @@ REFUSED = {
     "fills-later": ("rejected", ("timed = replayed",)),
     "fills-past-copy": ("rejected", ("the weights are not those that were read",)),
     "beside": ("rejected", ("its parent's child",)),
-    "memory-crash": ("crashed", ("its memory process, which is its untimed replay",)),
+    "memory-crash": ("rejected", ("measured step",)),
 }
 BY_CHANCE = {"until-halt"}
 """Honest to the end where the halt is drawn so late that there is none."""

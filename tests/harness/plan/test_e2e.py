@@ -31,6 +31,24 @@ def test_every_block_of_the_quick_plan_is_whole() -> None:
     assert len({job.name for job in jobs}) == len(jobs)
 
 
+def test_every_task_is_timed_at_its_smallest_size_before_the_replays_are_made() -> None:
+    def beginning(protocol: str) -> list[tuple[str, str, int]]:
+        options = plan.preset("quick", protocol=protocol, tasks=("mnist-cnn", "imdb-lstm"))
+        jobs = plan.jobs(options, registry.select(["pytorch-eager", "opacus-hooks"]))
+        found = [(job.purpose, job.cell.task, job.cell.batch_size) for job in jobs if job.round == 0]
+        assert found[::2] == found[1::2] and all(job.purpose == "time" for job in jobs if job.round)
+        return found[::2]
+
+    small, other, large = ("mnist-cnn", 64), ("imdb-lstm", 64), ("mnist-cnn", 512)
+    assert beginning("verified") == [
+        *(("time", *small), ("time", *other), ("memory", *small), ("memory", *other)),
+        *(("time", *large), ("memory", *large)),
+    ]
+    assert beginning("as_shipped") == [
+        (purpose, *block) for block in (small, other, large) for purpose in ("memory", "time")
+    ], "a library's own loop is replayed before it is timed"
+
+
 def test_the_plan_depends_on_its_seed_alone() -> None:
     contestants = registry.select(None)
     names = [[j.name for j in plan.jobs(plan.preset("quick", seed=s), contestants)] for s in (1, 1, 2)]
