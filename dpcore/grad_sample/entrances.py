@@ -48,20 +48,21 @@ class Entrance:
         return self.module
 
     @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function of the module, as a method's: accelerate wraps it, and makes a method of it again."""
+        return lambda module, *args, **kwargs: self(*args, **kwargs)
+
+    @property
     def _original(self) -> Any:
         users = self.users
         return types.MethodType(getattr(type(self.module), self.name), self.module) if users is None else users
-
-    def bare(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own method, or what has been set in its place since (by a tape, say)."""
-        current = vars(self.module).get(self.name)
-        return (self._original if current is self or current is None else current)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         enter = None if is_replayed() else self._enter()
         if enter is None or (self.name != "forward" and not has_tensor((args, kwargs))):
             return self._original(*args, **kwargs)
-        return enter(self.name, self.bare, args, kwargs)
+        # Not what was set in its place since: that has called this one (accelerate's autocast, say).
+        return enter(self.name, self._original, args, kwargs)
 
     def put(self) -> None:
         """Begin."""

@@ -166,6 +166,19 @@ def test_an_unwrapped_model_keeps_its_own_forward():
     torch.testing.assert_close(model(x), outputs)
 
 
+def test_a_forward_that_is_wrapped_later_is_recorded_once():
+    """As accelerate's autocast wraps it, which called itself until the stack was full."""
+    model = small_model()
+    x, y = small_data()[:4]
+    outputs = model(x)
+    make(model, wrap_model=False, check_batches=False)
+    private = model.forward
+    model.forward = lambda x: private(x) * 2
+    torch.testing.assert_close(model(x), outputs * 2)
+    F.cross_entropy(model(x), y).backward()
+    assert model[0].weight.grad_sample.shape == (4, 5, 6)
+
+
 class Positions(nn.Module):
     """A table without a batch dimension: the whole model is recorded at once."""
 

@@ -71,6 +71,22 @@ def test_a_trainer_without_noise_ends_where_transformers_own_does(name, optimize
     assert difference(start, model, reference) < 1e-6
 
 
+def test_a_trainer_in_bfloat16_ends_near_transformers_own(tmp_path):
+    """The Trainer's accelerator wraps forward, for autocast, when it is recorded already."""
+    model = language_model("gpt2").float()
+    start, reference = state(model), copy.deepcopy(model)
+    ordinary = type("Ordinary", (InOrder, transformers.Trainer), {})
+    private = type("Private", (InOrder, DPTrainer), {})
+    given = {"args": arguments(tmp_path, optim="sgd", bf16=True), "train_dataset": Texts()}
+    ordinary(model=model, **given).train()
+    run = private(model=reference, **given, engine=PrivacyEngine(), privacy=WITHOUT)
+    run.train()
+    assert len(run.engine.accountant) == STEPS and difference(start, model, reference) < 0.05
+    logits, ids = reference.eval()(Texts().ids[:2]).logits, Texts().ids[:2]
+    bare = run.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
+    torch.testing.assert_close(bare(ids).logits, logits, rtol=0.05, atol=0.05)
+
+
 def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     def saving(folder, **options):
         privacy = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0, "epochs": 1}
