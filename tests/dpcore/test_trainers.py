@@ -144,6 +144,28 @@ def test_a_trainer_refuses_a_sampler_that_leaves_examples_out(trainer):
         trainer(OfSome).train()
 
 
+def test_a_trainer_refuses_data_of_datasets_that_hold_an_example_twice(trainer):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"input_ids": Texts().ids.tolist(), "labels": Texts().ids.tolist()})
+    rare = rows.select([0, 3, 5])
+    parts = rows.train_test_split(0.5, seed=1)
+    for repeated in (
+        rows.select([0, 1, 1]),
+        datasets.concatenate_datasets([rows, rare]),
+        datasets.interleave_datasets([rare, rows.select(range(6, 60))], stopping_strategy="all_exhausted"),
+        torch.utils.data.ConcatDataset([rows, rare]),
+    ):
+        refused = trainer(data=repeated, max_steps=1)
+        with pytest.raises(PrivacyError, match=r"holds an example \d+ times.*interleave_datasets"):
+            refused.train()
+        assert not len(refused.engine.accountant)
+    whole = datasets.concatenate_datasets([*parts.values()]).shuffle(seed=2)
+    for given in (rows, whole, datasets.concatenate_datasets([rows.shard(2, 1), rows.shard(2, 0)])):
+        run = trainer(data=given, max_steps=1)
+        run.train()
+        assert len(run.engine.accountant) == 1
+
+
 def test_a_loss_that_training_would_not_use_is_refused(trainer):
     class Doubled(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
