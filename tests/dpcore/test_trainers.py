@@ -115,6 +115,50 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     assert len(beyond.accountant) == STEPS
 
 
+def test_a_checkpoint_that_a_signal_asks_for_is_saved_behind_the_step(tmp_path, trainer):
+    """It was saved between a backward pass and its step, which is refused: the run ended without any."""
+
+    class Signal(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **given):
+            (callback,) = (c for c in run.callback_handler.callbacks if hasattr(c, "jit_manager"))
+            callback.jit_manager.is_checkpoint_requested |= state.global_step == 2
+
+    run = trainer(folder=tmp_path / "cut", max_steps=5, enable_jit_checkpoint=True, more={"callbacks": [Signal()]})
+    run.train()
+    assert len(run.engine.accountant) == 3
+    whole, resumed = (trainer(folder=tmp_path / name, max_steps=5) for name in ("whole", "resumed"))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    assert resumed.engine.accountant.history == whole.engine.accountant.history
+    first, second = state(whole.model), state(resumed.model)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("gradient_accumulation_steps", 2, "gradient_accumulation_steps was set to 2 after"),
+        ("label_smoothing_factor", 0.1, "label_smoothing_factor and compute_loss_func average"),
+    ],
+)
+def test_arguments_that_are_set_later_are_looked_at_too(name, value, why, trainer):
+    """As a search for hyperparameters sets them at every trial."""
+    run = trainer(max_steps=2)
+    setattr(run.args, name, value)
+    with pytest.raises(UnsupportedError, match=why):
+        run.train()
+    assert not len(run.engine.accountant)
+
+
+def test_other_data_are_not_left_out_in_silence(trainer):
+    run = trainer(max_steps=2)
+    run.train()
+    run.train_dataset = Texts()
+    with pytest.raises(UnsupportedError, match=r"train_dataset was changed after the first train\(\)"):
+        run.train()
+    assert len(run.engine.accountant) == 2
+
+
 def test_an_empty_batch_of_a_trainer_is_a_step(trainer):
     run = trainer(privacy=NOISY | {"sample_rate": 1e-6, "expected_batch_size": 8}, max_steps=3)
     start = state(run.model)
