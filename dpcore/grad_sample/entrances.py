@@ -57,12 +57,24 @@ class Entrance:
         users = self.users
         return types.MethodType(getattr(type(self.module), self.name), self.module) if users is None else users
 
+    def bare(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own method, or the tape's where the module is recorded as a whole."""
+        current = vars(self.module).get(self.name)
+        return (self._original if current is self or current is None else current)(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         enter = None if is_replayed() else self._enter()
         if enter is None or (self.name != "forward" and not has_tensor((args, kwargs))):
             return self._original(*args, **kwargs)
-        # Not what was set in its place since: that has called this one (accelerate's autocast, say).
-        return enter(self.name, self._original, args, kwargs)
+        outer = vars(self.module).get(self.name)
+        if outer is self or outer is None:
+            return enter(self.name, self.bare, args, kwargs)
+        # What was set in its place since (accelerate's autocast, say) has called this one, and is not called again.
+        self.put()
+        try:
+            return enter(self.name, self.bare, args, kwargs)
+        finally:
+            vars(self.module)[self.name] = outer
 
     def put(self) -> None:
         """Begin."""
