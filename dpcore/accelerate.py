@@ -48,6 +48,8 @@ except ImportError as error:
 
 STATE = "privacy.pt"
 """The file of accountant, noise and batches in each of the accelerator's checkpoints."""
+_ACCUMULATED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many batches a step of an accelerator had before prepare() left that to the loader: a second call has as many."""
 
 
 class _PrivateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -220,12 +222,16 @@ def prepare(
     else:
         module = module.to(accelerator.device)
     ranks = joined(accelerator, module)
-    share = size * accelerator.gradient_accumulation_steps
+    accumulated = accelerator.gradient_accumulation_steps
+    if accumulated == 1:
+        accumulated = _ACCUMULATED.get(accelerator, 1)
+    share = size * accumulated
     if known is not None:  # whose loader is of batches of all processes, dealt out by position
         share *= accelerator.num_processes
     logical = logical_loader(data_loader, data_loader.sampler, share, poisson, ranks, data_loader.drop_last)
     make: Any = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     module, private, loader = make(module=module, optimizer=optimizer, data_loader=logical, **privacy)
+    _ACCUMULATED[accelerator] = accumulated
     accelerator.gradient_accumulation_steps = 1
     accelerator.gradient_state.plugin_kwargs["adjust_scheduler"] = False  # which would count the pieces
     prepared = _PrivateOptimizer(private, device_placement=accelerator.device_placement)

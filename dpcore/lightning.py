@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from dpcore.checkpoint import RandomState
 from dpcore.data_loader import DPDataLoader
@@ -129,7 +129,7 @@ class DPLightningDataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> Any:
         """The same loader at every call, so that its stream of batches goes on and is never begun anew."""
         if self._train is None:
-            self._train = self.datamodule.train_dataloader()
+            self._train = _one_loader(self.datamodule.train_dataloader())
             if self.poisson_sampling:
                 self._train = self._poisson(self._train)
             iterate_whole(self._train, "Lightning's Trainer")
@@ -165,6 +165,17 @@ class DPLightningDataModule(lightning.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+
+
+def _one_loader(loader: Any) -> DataLoader[Any]:
+    """UnsupportedError where a data module has several loaders for training, or one of another kind."""
+    if not isinstance(loader, DataLoader):
+        raise UnsupportedError(
+            f"train_dataloader() returned a {type(loader).__name__}, and a private step takes one batch of one "
+            "torch.utils.data.DataLoader. Return one, over a ConcatDataset or a data set of pairs where there are "
+            "several."
+        )
+    return loader
 
 
 def _check_strategy(trainer: Any) -> None:

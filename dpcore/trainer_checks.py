@@ -66,3 +66,27 @@ def check_arguments(args: Any, loss: Any) -> None:
     for asked, reason in refused:
         if asked:
             raise UnsupportedError(reason)
+
+
+def check_unchanged(args: Any) -> None:
+    """Refuse a number of accumulated batches that was set after the Trainer was made, whose batches are whole ones.
+
+    Raises:
+        UnsupportedError: a step would add up that many of them.
+    """
+    if args.gradient_accumulation_steps != 1:
+        raise UnsupportedError(
+            f"gradient_accumulation_steps was set to {args.gradient_accumulation_steps} after the Trainer was made, "
+            "whose batches are whole ones by then, so that a step would add up as many of them. Make a Trainer with "
+            "these TrainingArguments, or choose the batch by per_device_train_batch_size."
+        )
+
+
+def keep_checkpoints_between_batches(trainer: Any) -> None:
+    """Let ``enable_jit_checkpoint`` save behind a step only, and not between a backward pass and its step.
+
+    That step would be made all the same, and once more by the run that resumes.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ == "JITCheckpointCallback":
+            callback.on_step_begin = callback.on_pre_optimizer_step = lambda *given, **named: None

@@ -36,7 +36,12 @@ from dpcore.task_losses import (
     task_of,
     without_labels,
 )
-from dpcore.trainer_checks import check_arguments, check_numbered
+from dpcore.trainer_checks import (
+    check_arguments,
+    check_numbered,
+    check_unchanged,
+    keep_checkpoints_between_batches,
+)
 from dpcore.tree import batch_length
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
@@ -97,7 +102,9 @@ class DPTrainerMixin:
         self._private_loader: Any = None
         self._cutter: PiecewiseLoader | None = None
         self._trained: nn.Module | None = None  # what the three were made of
+        self._data: Any = None
         self._knows_loss = False
+        keep_checkpoints_between_batches(trainer)
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
         # the loader goes on by itself where a checkpoint was written.
         self._pieces = trainer.args.gradient_accumulation_steps
@@ -114,8 +121,17 @@ class DPTrainerMixin:
         Another one for another model, such as ``model_init`` makes at every ``train()``: the budget adds up.
         """
         trainer: Any = self
+        # A search, or the user, may have set others since.
+        check_arguments(trainer.args, _own_loss_function(trainer))
+        check_unchanged(trainer.args)
         if self._private_loader is None or trainer.model is not self._trained:
             self._make_private(super().get_train_dataloader())  # type: ignore[misc]
+        elif trainer.train_dataset is not self._data:
+            raise UnsupportedError(
+                "train_dataset was changed after the first train(), and the private loader goes on with the former "
+                f"data. Make another {type(self).__name__} for it, with an engine of its own, or with this one, whose "
+                "epsilon is then that of both data sets together."
+            )
         loader: DataLoader[Any] = self._private_loader
         return loader
 
@@ -332,7 +348,7 @@ class DPTrainerMixin:
         )
         assert self._private_optimizer is not None
         trainer.optimizer = self._private_optimizer
-        self._trained = trainer.model
+        self._trained, self._data = trainer.model, trainer.train_dataset
         self._knows_loss = False
         self._cutter = PiecewiseLoader(self._private_loader, self._piece, self._private_optimizer)
 

@@ -48,12 +48,17 @@ class Entrance:
         return self.module
 
     @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function of the module, as a method's: accelerate wraps it, and makes a method of it again."""
+        return lambda module, *args, **kwargs: self(*args, **kwargs)
+
+    @property
     def _original(self) -> Any:
         users = self.users
         return types.MethodType(getattr(type(self.module), self.name), self.module) if users is None else users
 
     def bare(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own method, or what has been set in its place since (by a tape, say)."""
+        """Call the module's own method, or the tape's where the module is recorded as a whole."""
         current = vars(self.module).get(self.name)
         return (self._original if current is self or current is None else current)(*args, **kwargs)
 
@@ -61,7 +66,15 @@ class Entrance:
         enter = None if is_replayed() else self._enter()
         if enter is None or (self.name != "forward" and not has_tensor((args, kwargs))):
             return self._original(*args, **kwargs)
-        return enter(self.name, self.bare, args, kwargs)
+        outer = vars(self.module).get(self.name)
+        if outer is self or outer is None:
+            return enter(self.name, self.bare, args, kwargs)
+        # What was set in its place since (accelerate's autocast, say) has called this one, and is not called again.
+        self.put()
+        try:
+            return enter(self.name, self.bare, args, kwargs)
+        finally:
+            vars(self.module)[self.name] = outer
 
     def put(self) -> None:
         """Begin."""

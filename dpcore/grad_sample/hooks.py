@@ -75,7 +75,8 @@ class AbstractGradSampleHooks:
             if owner_of(param) is not None:
                 raise PrivacyError(
                     f"Parameter {name} is recorded by another wrapper already; its gradients would be clipped in two "
-                    "places. Use that wrapper, or call its cleanup() or to_standard_module() first."
+                    "places. Use that wrapper, or call its cleanup() or to_standard_module() first. (Lightning calls "
+                    "configure_optimizers at every fit(): return the optimizer of the first call again.)"
                 )
         self._names = {p: n for n, p in self.trained.items()}
         self.hooks_enabled = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,11 @@ def check_whole(loader: DataLoader[Any], distributed: bool) -> None:
 
 
 def check_data_set(dataset: Any) -> None:
-    """PrivacyError where an example stands at several places of a data set, as far as torch's own classes tell."""
-    found: dict[int, list[np.ndarray]] = {}
+    """PrivacyError where an example stands at several places of a data set, as far as its classes tell.
+
+    These are torch's own and ``datasets.Dataset``.
+    """
+    found: dict[Any, list[np.ndarray]] = {}
     for part, places in _parts(dataset, None):
         if part is dataset:
             return  # as it is, of one part, whose length may not be known
@@ -57,16 +61,24 @@ def check_data_set(dataset: Any) -> None:
             places = np.arange(len(part))
         elif hasattr(part, "__len__"):
             places = np.where(places < 0, places + len(part), places)
-        found.setdefault(id(part), []).append(places)
+        found.setdefault(part if isinstance(part, _Memory) else id(part), []).append(places)
     for several in found.values():
         most = int(np.unique(np.concatenate(several), return_counts=True)[1].max(initial=0))
         if most > 1:
             raise PrivacyError(
-                f"The {type(dataset).__name__} holds an example {most} times (parts of a ConcatDataset overlap, or a "
-                "Subset has an index several times), and each copy is drawn and clipped by itself: the example moves "
+                f"The {type(dataset).__name__} holds an example {most} times (parts of a ConcatDataset overlap, a "
+                "Subset or select() has an index several times, or interleave_datasets() has repeated a part), and "
+                "each copy is drawn and clipped by itself: the example moves "
                 f"the sum by {most} times max_grad_norm. Give every example one place; train for more epochs, or weigh "
                 "the losses of rare examples, instead of repeating them."
             )
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Where rows of an Arrow table lie: two of the same memory and number are one."""
+
+    addresses: tuple[int, ...]
 
 
 def _parts(dataset: Any, places: np.ndarray | None) -> Iterator[tuple[Any, np.ndarray | None]]:
@@ -82,8 +94,30 @@ def _parts(dataset: Any, places: np.ndarray | None) -> Iterator[tuple[Any, np.nd
             start = stop
     elif isinstance(dataset, Views):
         yield from _parts(dataset.dataset, places)
+    elif type(dataset).__module__ == "datasets.arrow_dataset":
+        yield from _rows_in_memory(dataset, places)
     else:
         yield dataset, places
+
+
+def _rows_in_memory(dataset: Any, places: np.ndarray | None) -> Iterator[tuple[_Memory, np.ndarray]]:
+    """Yield where the rows of a ``datasets.Dataset`` lie: select() lists numbers, concatenate_datasets() copies none.
+
+    (map() does, and nothing is known of its copies.)
+    """
+    places = np.arange(len(dataset)) if places is None else np.where(places < 0, places + len(dataset), places)
+    if dataset._indices is not None:
+        places = dataset._indices.column(0).to_numpy().astype(np.int64)[places]
+    places, start = np.sort(places), 0
+    for batch in dataset.data.table.to_batches():
+        offsets = [column.offset for column in batch.columns]
+        buffers = [buffer for column in batch.columns for buffer in column.buffers()]
+        addresses = [buffer.address for buffer in buffers if buffer is not None]
+        first, last = np.searchsorted(places, [start, start + len(batch)])
+        here = places[first:last] - start
+        start += len(batch)
+        if addresses:
+            yield _Memory((*addresses, *(offset - offsets[0] for offset in offsets))), here + offsets[0]
 
 
 def check_ordinary(loader: DataLoader[Any]) -> None:

@@ -152,6 +152,17 @@ def test_an_accelerator_saves_each_of_its_runs_and_none_that_it_has_freed(tmp_pa
     assert not list((tmp_path / "none").glob("privacy*"))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_run_of_an_accelerator_has_as_long_batches():
+    """They were those of one piece: the first prepare() had left the accelerator to accumulate no more."""
+    accelerator, rates = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True), []
+    for _ in range(2):
+        module, optimizer, loader = parts(network())
+        run = {"module": module, "optimizer": optimizer, "data_loader": loader}
+        rates.append(prepare(accelerator, PrivacyEngine(), **run, **NOISY)[2].sample_rate)
+    assert rates == [1 / STEPS] * 2
+
+
 def test_an_accelerator_saves_between_batches_only(tmp_path):
     accelerator, _, model, optimizer, loader = private_run(**BUDGET)
     for x, y in loader:

@@ -166,6 +166,19 @@ def test_an_unwrapped_model_keeps_its_own_forward():
     torch.testing.assert_close(model(x), outputs)
 
 
+def test_a_forward_that_is_wrapped_later_is_recorded_once():
+    """As accelerate's autocast wraps it, which called itself until the stack was full."""
+    model = small_model()
+    x, y = small_data()[:4]
+    outputs = model(x)
+    make(model, wrap_model=False, check_batches=False)
+    private = model.forward
+    model.forward = lambda x: private(x) * 2
+    torch.testing.assert_close(model(x), outputs * 2)
+    F.cross_entropy(model(x), y).backward()
+    assert model[0].weight.grad_sample.shape == (4, 5, 6)
+
+
 class Positions(nn.Module):
     """A table without a batch dimension: the whole model is recorded at once."""
 
@@ -178,14 +191,27 @@ class Positions(nn.Module):
         return self.out(x * self.table.sigmoid())
 
 
-def test_an_unwrapped_model_that_is_recorded_as_a_whole():
+class Angles(Positions):
+    """A use of the table that has no rule."""
+
+    def forward(self, x):
+        return self.out(torch.atan2(x, self.table))
+
+
+@pytest.mark.parametrize("kind", [Positions, Angles])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_unwrapped_model_that_is_recorded_as_a_whole(kind, wrapped):
     torch.manual_seed(0)
-    model = Positions()
+    model = kind()
     x, y = small_data()[:4]
     expected = {n: g / 10 for n, g in truth(model, x, y).items()}
     _, hooks, optimizer, _ = make(model, wrap_model=False, check_batches=False)
+    own = model.forward
+    if wrapped:
+        model.forward = lambda x: own(x)
     step(model, optimizer, x, y)
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
+    model.forward = own
     hooks.cleanup()
     assert "forward" not in vars(model)
 

@@ -121,6 +121,43 @@ def test_what_a_trainer_would_do_to_the_loss_or_the_loader_is_told_with_the_reci
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_several_loaders_are_told_to_be_one():
+    from dpcore.lightning import DPLightningDataModule
+
+    class Several(lightning.LightningDataModule):
+        def train_dataloader(self):
+            return {"one": DataLoader(small_data(), batch_size=3), "other": DataLoader(small_data(), batch_size=3)}
+
+    for poisson in (True, False):
+        with pytest.raises(
+            UnsupportedError, match=r"train_dataloader\(\) returned a dict.*Return one, over a ConcatDataset"
+        ):
+            fit(Module(small_model()), DPLightningDataModule(Several(), poisson_sampling=poisson))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_fit_goes_on_with_the_optimizer_of_the_first():
+    from dpcore.lightning import DPLightningDataModule
+
+    class Keeps(Module):
+        made = None
+
+        def configure_optimizers(self):
+            self.made = self.made or super().configure_optimizers()
+            return self.made
+
+    def fitted(kind):
+        module, data = kind(small_model(), PrivacyEngine(), noise_multiplier=1.0), DPLightningDataModule(Batches())
+        for _ in range(2):
+            fit(module, data)
+        return len(module.engine.accountant)
+
+    with pytest.raises(PrivacyError, match=r"configure_optimizers at every fit\(\): return the optimizer of the first"):
+        fitted(Module)
+    assert fitted(Keeps) == 40
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_batches_that_a_callback_accumulates_are_refused():
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 

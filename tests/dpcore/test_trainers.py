@@ -71,6 +71,22 @@ def test_a_trainer_without_noise_ends_where_transformers_own_does(name, optimize
     assert difference(start, model, reference) < 1e-6
 
 
+def test_a_trainer_in_bfloat16_ends_near_transformers_own(tmp_path):
+    """The Trainer's accelerator wraps forward, for autocast, when it is recorded already."""
+    model = language_model("gpt2").float()
+    start, reference = state(model), copy.deepcopy(model)
+    ordinary = type("Ordinary", (InOrder, transformers.Trainer), {})
+    private = type("Private", (InOrder, DPTrainer), {})
+    given = {"args": arguments(tmp_path, optim="sgd", bf16=True), "train_dataset": Texts()}
+    ordinary(model=model, **given).train()
+    run = private(model=reference, **given, engine=PrivacyEngine(), privacy=WITHOUT)
+    run.train()
+    assert len(run.engine.accountant) == STEPS and difference(start, model, reference) < 0.05
+    logits, ids = reference.eval()(Texts().ids[:2]).logits, Texts().ids[:2]
+    bare = run.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
+    torch.testing.assert_close(bare(ids).logits, logits, rtol=0.05, atol=0.05)
+
+
 def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     def saving(folder, **options):
         privacy = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0, "epochs": 1}
@@ -97,6 +113,50 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     with pytest.raises(BudgetError):
         longer.train()
     assert len(beyond.accountant) == STEPS
+
+
+def test_a_checkpoint_that_a_signal_asks_for_is_saved_behind_the_step(tmp_path, trainer):
+    """It was saved between a backward pass and its step, which is refused: the run ended without any."""
+
+    class Signal(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **given):
+            (callback,) = (c for c in run.callback_handler.callbacks if hasattr(c, "jit_manager"))
+            callback.jit_manager.is_checkpoint_requested |= state.global_step == 2
+
+    run = trainer(folder=tmp_path / "cut", max_steps=5, enable_jit_checkpoint=True, more={"callbacks": [Signal()]})
+    run.train()
+    assert len(run.engine.accountant) == 3
+    whole, resumed = (trainer(folder=tmp_path / name, max_steps=5) for name in ("whole", "resumed"))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    assert resumed.engine.accountant.history == whole.engine.accountant.history
+    first, second = state(whole.model), state(resumed.model)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("gradient_accumulation_steps", 2, "gradient_accumulation_steps was set to 2 after"),
+        ("label_smoothing_factor", 0.1, "label_smoothing_factor and compute_loss_func average"),
+    ],
+)
+def test_arguments_that_are_set_later_are_looked_at_too(name, value, why, trainer):
+    """As a search for hyperparameters sets them at every trial."""
+    run = trainer(max_steps=2)
+    setattr(run.args, name, value)
+    with pytest.raises(UnsupportedError, match=why):
+        run.train()
+    assert not len(run.engine.accountant)
+
+
+def test_other_data_are_not_left_out_in_silence(trainer):
+    run = trainer(max_steps=2)
+    run.train()
+    run.train_dataset = Texts()
+    with pytest.raises(UnsupportedError, match=r"train_dataset was changed after the first train\(\)"):
+        run.train()
+    assert len(run.engine.accountant) == 2
 
 
 def test_an_empty_batch_of_a_trainer_is_a_step(trainer):
@@ -126,6 +186,28 @@ def test_a_trainer_refuses_a_sampler_that_leaves_examples_out(trainer):
 
     with pytest.raises(UnsupportedError, match="SubsetRandomSampler would be replaced by Poisson sampling"):
         trainer(OfSome).train()
+
+
+def test_a_trainer_refuses_data_of_datasets_that_hold_an_example_twice(trainer):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"input_ids": Texts().ids.tolist(), "labels": Texts().ids.tolist()})
+    rare = rows.select([0, 3, 5])
+    parts = rows.train_test_split(0.5, seed=1)
+    for repeated in (
+        rows.select([0, 1, 1]),
+        datasets.concatenate_datasets([rows, rare]),
+        datasets.interleave_datasets([rare, rows.select(range(6, 60))], stopping_strategy="all_exhausted"),
+        torch.utils.data.ConcatDataset([rows, rare]),
+    ):
+        refused = trainer(data=repeated, max_steps=1)
+        with pytest.raises(PrivacyError, match=r"holds an example \d+ times.*interleave_datasets"):
+            refused.train()
+        assert not len(refused.engine.accountant)
+    whole = datasets.concatenate_datasets([*parts.values()]).shuffle(seed=2)
+    for given in (rows, whole, datasets.concatenate_datasets([rows.shard(2, 1), rows.shard(2, 0)])):
+        run = trainer(data=given, max_steps=1)
+        run.train()
+        assert len(run.engine.accountant) == 1
 
 
 def test_a_loss_that_training_would_not_use_is_refused(trainer):
