@@ -170,7 +170,7 @@ conformance: environments  ##ci every framework's default against the contract, 
 # The first command fails where a cell of the matrix is not right, so that the second leaves the matrix out.
 test-models: $(MODELS_READY)  ##ci dpcore on models and trainers of transformers, PEFT, timm, accelerate, TRL: docs/models.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DPCORE_NATIVE=0 $(MODELS)/bin/python -m tests.dpcore.models
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/pytest -q tests/dpcore/test_models.py tests/dpcore/test_trainers.py tests/dpcore/test_accelerate.py tests/dpcore/test_trainer_ranks.py tests/dpcore/test_minilm.py -p no:cacheprovider --deselect tests/dpcore/test_models.py::test_architecture
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/pytest -q tests/dpcore/test_models.py tests/dpcore/test_trainers.py tests/dpcore/test_trainer_optimizers.py tests/dpcore/test_accelerate.py tests/dpcore/test_trainer_ranks.py tests/dpcore/test_minilm.py -p no:cacheprovider --deselect tests/dpcore/test_models.py::test_architecture
 
 minilm-imdb: $(READY) $(MODELS_READY)  ##ci MiniLM fine-tuned on IMDb by dpcore and by Opacus: 18 runs, resumable: results/minilm-imdb
 	$(BIN)/dpbench data fetch imdb-wordpiece

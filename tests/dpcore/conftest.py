@@ -52,3 +52,21 @@ def compiled(kernel_cache: Path) -> Iterator[bool]:
 
     with own_kernels(kernel_cache) as found:
         yield found
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Return a function that makes a Trainer of a small model, or of one by name; ``options`` are its arguments."""
+    pytest.importorskip("transformers")
+    from dpcore import PrivacyEngine
+    from dpcore.transformers import DPTrainer
+    from tests.dpcore.trainer_parts import NOISY, Texts, arguments, language_model
+
+    def make(
+        kind=DPTrainer, model="gpt2", data=None, privacy=NOISY, folder=tmp_path, more=(), arguments_of=None, **options
+    ):
+        model = language_model(model) if isinstance(model, str) else model
+        given = {"args": arguments(folder, arguments_of, **options), "train_dataset": Texts() if data is None else data}
+        return kind(model=model, **given, engine=PrivacyEngine(seed=1), privacy=privacy, **dict(more))
+
+    return make

@@ -15,6 +15,8 @@ torchvision_on_cpu.make_importable()
 WITHOUT = {"noise_multiplier": 0.0, "max_grad_norm": 1e6, "poisson_sampling": False}
 STEPS, PIECES, ROWS, TOKENS, WORDS = 20, 4, 2, 6, 32
 EXAMPLES = STEPS * PIECES * ROWS
+NOISY = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+WHOLE = NOISY | {"max_physical_batch_size": EXAMPLES}  # batches in one piece
 
 
 def difference(start: dict, ordinary: nn.Module, private: nn.Module) -> float:
