@@ -373,23 +373,41 @@ def gelu_grad(x: Tensor, grad: Tensor) -> Tensor:
 def max_pool(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The largest of every window of x [.., H, W], and what the gradient needs, both [.., *size].
 
-    ``window``: the kernel's height and width (at most 255 numbers), strides, paddings.
+    ``window``: the kernel's height and width (at most 255 numbers), strides, paddings. x is dense, or [B, C, H, W]
+    whose channels lie beside each other, as those of the result then do.
     """
-    out = x.new_empty((*x.shape[:-2], *size))
-    codes = torch.empty(out.shape, dtype=torch.uint8, device=x.device)  # not the user's default one
-    _call("dpcore_max_pool_forward", (x, out, codes), *_planes(x, window, size))
-    return out, codes
+    shape, last = (*x.shape[:-2], *size), not x.is_contiguous()
+    shape = (shape[0], *size, shape[1]) if last else shape
+    out = x.new_empty(shape)
+    codes = torch.empty(shape, dtype=torch.uint8, device=x.device)  # not the user's default one
+    if not last:
+        _call("dpcore_max_pool_forward", (x, out, codes), _planes(x, window, size))
+        return out, codes
+    _call("dpcore_max_pool_forward_last", (x.permute(0, 2, 3, 1), out, codes), _pictures(x, window, size))
+    return out.permute(0, 3, 1, 2), codes.permute(0, 3, 1, 2)
 
 
 def max_pool_grad(grad: Tensor, codes: Tensor, shape: Sequence[int], window: Sequence[int]) -> Tensor:
     """The gradient at x of ``shape`` for one at what :func:`max_pool` gave."""
-    found = grad.new_zeros(shape)
-    _call("dpcore_max_pool_backward", (grad.contiguous(), codes, found), *_planes(found, window, grad.shape[-2:]))
+    if codes.is_contiguous():
+        found = grad.new_zeros(shape)
+        sizes = _planes(found, window, grad.shape[-2:])
+        _call("dpcore_max_pool_backward", (grad.contiguous(), codes, found), sizes)
+        return found
+    found = grad.new_zeros((shape[0], *shape[2:], shape[1])).permute(0, 3, 1, 2)
+    order = [t.permute(0, 2, 3, 1) for t in (grad, codes, found)]
+    _call(
+        "dpcore_max_pool_backward_last", (order[0].contiguous(), *order[1:]), _pictures(found, window, grad.shape[-2:])
+    )
     return found
 
 
-def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[tuple[int, ...]]:
-    return ((*x.shape[-2:], *size, *window, x.shape[:-2].numel(), torch.get_num_threads()),)
+def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    return (*x.shape[-2:], *size, *window, x.shape[:-2].numel(), torch.get_num_threads())
+
+
+def _pictures(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    return (*x.shape[-2:], *size, *window, *x.shape[:2], torch.get_num_threads())
 
 
 def put_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
