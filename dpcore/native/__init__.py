@@ -97,6 +97,11 @@ def serves(*tensors: Tensor) -> bool:
     # First what no kernel may run in: the first look for a library draws random numbers to check it.
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() or not available():
         return False
+    return are_plain(*tensors)
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Return the part of :func:`serves` that is about the tensors, for where it was asked about others before."""
     for t in tensors:
         if (
             type(t) is not Tensor
@@ -292,12 +297,12 @@ def conv2d_grad_sample(
     """[B, d, c, kh, kw], in memory channels-last or not: the weight gradient of each example of a convolution with
     inputs x [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
     """
-    order = (0, 2, 3, 1) if channels_last else (0, 1, 2, 3)
     channels, height, width = x.shape[1:]
-    inputs, grads = (t.permute(order).contiguous() for t in (x, grad))
+    inputs, grads = (x.permute(0, 2, 3, 1), grad.permute(0, 2, 3, 1)) if channels_last else (x, grad)
+    inputs, grads = inputs.contiguous(), grads.contiguous()
     window = (*kernel, channels) if channels_last else (channels, *kernel)
-    out = x.new_empty((len(x), grad.shape[1], *window))
-    of_x = (len(x), height, width, channels)
+    out = x.new_empty((x.shape[0], grad.shape[1], *window))
+    of_x = (x.shape[0], height, width, channels)
     sizes = (*of_x, grad.shape[1], *kernel, *stride, *padding, *grad.shape[2:], int(not channels_last))
     _call("dpcore_conv2d_grad_sample", (inputs, grads, out), (*sizes, torch.get_num_threads()))
     return out.movedim(-1, 2) if channels_last else out
@@ -412,9 +417,11 @@ def _pictures(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[in
 
 def put_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
     """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it."""
-    words = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    sizes = (start, target.numel(), torch.get_num_threads())
-    _call("dpcore_add_normals" if add else "dpcore_fill_normals", (words, target), sizes, std)
+    found = kernels()
+    if found is None or not target.is_contiguous():
+        raise ValueError(f"Noise cannot be written to a tensor of strides {target.stride()}.")
+    call = function(found.library, "dpcore_add_normals" if add else "dpcore_fill_normals", 2, 3, 1)
+    call(name, target.data_ptr(), start, target.numel(), torch.get_num_threads(), std)
     torch.autograd.graph.increment_version(target)
 
 

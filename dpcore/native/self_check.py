@@ -242,6 +242,9 @@ def _parts(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     norms = torch.ones(3)
     call("dpcore_add_norms_of_parts", (parts, norms), 3, 3, 1)
     gradients = rows, positions.sum(1), left[:, :, None] * right[:, None]
+    found = torch.empty(2, 2)
+    call("dpcore_clip_factors", (torch.tensor([0.5, 4.0]), *found), 2, numbers=(2.0, 0.5))
+    yield "clip_factors", found, torch.tensor([[1.0, 0.5], [0.5, 0.25]])
     yield "add_norms_of_parts", norms, 1.0 + torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
     factors = torch.tensor([0.5, 0.0, 2.0])
     call("dpcore_add_parts", (parts, factors), 3, 3, 1)
