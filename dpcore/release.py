@@ -24,6 +24,14 @@ class Sums(Protocol):
         ...
 
 
+class WholeSums(Sums, Protocol):
+    """The sums of whole parameters, so that an address is a place in ``flat`` but for the order of dimensions."""
+
+    def turn_round(self) -> None:
+        """Bring what was written to ``flat`` in the order of addresses into the order of memory."""
+        ...
+
+
 @dataclass(frozen=True)
 class Release:
     """Noise of standard deviation ``std``, of the step's number, for the sums of all parameters.
@@ -47,14 +55,14 @@ class Release:
             return cls(user.noise, std, step, correlation if correlation.mechanism.taken_back else None)
         return cls(user.noise, std, user.steps)
 
-    def begin(self, sums: Sums) -> None:
+    def begin(self, sums: WholeSums) -> None:
         """Set the sums to what is added to: the noise, or zeros where it depends on them.
 
         Also where memory runs out and a batch starts anew: a step's noise is the same however often it is drawn.
         """
         if self.noise.has_addresses:
-            for start, part in sums.by_address():
-                self.noise.fill_(part, self.std, self.step, start)
+            self.noise.fill_(sums.flat, self.std, self.step)  # all at once: its numbers are in the order of addresses
+            sums.turn_round()
         elif self.noise.may_come_first:
             self.noise.fill_(sums.flat, self.std, self.step)
         else:

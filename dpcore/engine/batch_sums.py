@@ -119,9 +119,9 @@ class BatchSums:
         while (parts := self._add_pieces(kind, x, y, mask, scale, begin)) is None:
             # Here, where the error and all that its traceback held are gone.
             give_back_everything(self.accumulator.device)
-        norms, factors, losses = ([part[k] for part in parts] for k in range(3))
+        norms, factors, losses = map(list, zip(*parts, strict=True)) if parts else ([], [], [])
         return ClippedSum(
-            {name: self.accumulator.sums[p] for p, name in self.accumulator.names.items()},
+            dict(zip(self.accumulator.names.values(), self.accumulator.sums.values(), strict=True)),
             self._join(norms),
             self._join(factors),
             self._join(losses, grouped=False),

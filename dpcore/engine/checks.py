@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ def check_losses(losses: Any, batch_size: int, whole: int) -> None:
         )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, private: Container[Parameter]) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, private: Iterable[Parameter]) -> None:
     """PrivacyError where the optimiser would apply a gradient that is none of the engine's (``private``)."""
+    known = {id(param) for param in private}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.grad is not None and param not in private:
+            if param.grad is not None and id(param) not in known:
                 raise PrivacyError(
                     f"The optimizer holds a parameter of shape {tuple(param.shape)} that the engine does not train "
                     "and that has a gradient: step() would apply it without clipping and noise. Give the optimizer "
@@ -63,19 +64,23 @@ def structure_of(model: nn.Module) -> list[int]:
         module = waiting.pop()
         ids.append(id(module))
         ids.extend(map(id, module._parameters.values()))
-        waiting.extend(child for child in module._modules.values() if child is not None)
+        for child in module._modules.values():
+            if child is not None:
+                waiting.append(child)
     return ids
 
 
 def call(model: nn.Module, x: Any) -> Any:
     """Return the model's outputs for inputs as :meth:`Engine.clipped_sum` takes them."""
-    if isinstance(x, Mapping):
+    if type(x) is not Tensor and isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
 def tensors_of(x: Any) -> list[Tensor]:
     """Return the tensors of inputs."""
+    if type(x) is Tensor:
+        return [x]
     if isinstance(x, Mapping):
         return list(x.values())
     return list(x) if isinstance(x, tuple) else [x]
@@ -83,4 +88,6 @@ def tensors_of(x: Any) -> list[Tensor]:
 
 def length_of(x: Any) -> int:
     """Return the number of examples."""
+    if type(x) is Tensor and x.dim():
+        return x.shape[0]
     return len(tensors_of(x)[0])

@@ -276,8 +276,9 @@ class Engine:
             )
         if self.accumulator.lies_otherwise:  # model.to(memory_format=torch.channels_last), say
             self.accumulator.follow()
-        if any(module._compiled_call_impl is not None for module in self._modules):
-            refuse_compiled(self.model)
+        for module in self._modules:
+            if module._compiled_call_impl is not None:
+                refuse_compiled(self.model)
 
     def explain(self) -> str:
         """Return how the engine computes, one line per trained parameter, then physical batch sizes and kernels.

@@ -211,7 +211,7 @@ class Trial:
         while True:
             tape = self.subject.layout.tape(self.subject.names, self.batch_size - dropped)
             outputs = self._outputs(batch, self.subject.layout.recording(tape))
-            self.subject.layout.unchecked -= tape.uses.counts.keys()
+            self.subject.layout.unchecked -= tape.uses.met
             if not outputs and tape.attached and self._needs_outputs and not self.losses:
                 raise UnsupportedError(
                     "In what the forward pass returned no tensor with a gradient was found, nor in the attributes of "

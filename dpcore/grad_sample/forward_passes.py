@@ -21,7 +21,7 @@ from dpcore.rerun.side_effects import tensors_in
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.tape.tape import Tape
-from dpcore.tree import flatten, unflatten
+from dpcore.tree import flatten, leaves_of, unflatten
 from dpcore.validators.module_validator import batch_norm_error, batch_norms, mixes_examples
 
 Call = Callable[..., Any]
@@ -82,10 +82,11 @@ class ForwardPasses:
         )
         if self._mean_loss and tape.rounds:
             mean_loss.install()
-            leaves = flatten(given)[0]  # whose gradients would be too large
+            leaves = leaves_of(given)  # whose gradients would be too large
             of_leaf = any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in leaves)
-            tape.may_start_with_length = not of_leaf
-        cross_entropy.mark(flatten(output)[0])
+            if not of_leaf:
+                mean_loss.may_start_with_length(tape)
+        cross_entropy.mark(leaves_of(output))
         return output
 
     def _pass(self, call: Call, given: Given, batch_size: int, name: str) -> tuple[Tape, Any]:
@@ -97,7 +98,7 @@ class ForwardPasses:
         tape = self._layout.tape(self._names, batch_size, scale)
         tape.number, tape.on_fire, tape.on_again = self.count, self._backward.reach, self._again
         tape.drops_activations = self._layout.drops_activations
-        tape.inputs = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]
+        tape.inputs = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
         with self._layout.recording(tape):
             output = call(*given[0], **given[1])
         if self.isolation.enabled and not self.sharded:
@@ -113,7 +114,7 @@ class ForwardPasses:
 
         Returns the kind of the batch, and whether it was checked.
         """
-        leaves = flatten(given)[0]
+        leaves = leaves_of(given)
         kind = (
             name,
             *(

@@ -21,10 +21,18 @@ import torch
 from torch import Tensor
 
 from dpcore.example_isolation.loss import WAITING, judge
-from dpcore.tape.tape import PASS_OF, STARTED_WITH
+from dpcore.tape.tape import PASS_OF, STARTED_WITH, Tape
 from dpcore.tape.uses import HANDLERS
 
 _installing = threading.Lock()
+_rounded: set[bool] = set()
+"""Not empty once a pass of this process was one that :func:`may_start_with_length`: before that no loss is walked."""
+
+
+def may_start_with_length(tape: Tape) -> None:
+    """Note that a loss of the pass may start its backward pass with the batch's length."""
+    tape.may_start_with_length = True
+    _rounded.add(True)
 
 
 def lengths_behind(loss: Tensor) -> set[int] | None:
@@ -60,7 +68,8 @@ def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = N
     if WAITING:
         judge(loss, grad_tensors)
     if (
-        not isinstance(loss, Tensor)
+        not _rounded
+        or not isinstance(loss, Tensor)
         or loss.grad_fn is None
         or loss.numel() != 1
         or loss.dtype not in (torch.float32, torch.float64)

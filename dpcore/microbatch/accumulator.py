@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dpcore import native
 from dpcore.clipping import (
     Factors,
     bound_with_margin,
@@ -25,8 +26,9 @@ from dpcore.clipping import (
 )
 from dpcore.microbatch.in_turn import InTurn, Sums
 from dpcore.microbatch.measured import Kept, Measured, Together, kept_gradient, measure
-from dpcore.microbatch.planner import Choice, choose
+from dpcore.microbatch.planner import Choice, Choices
 from dpcore.microbatch.sum_buffer import SumBuffer
+from dpcore.native.parts import clip_factors as clip_by_kernel
 from dpcore.numerics.precision import full_precision
 from dpcore.numerics.rounding import (
     gamma,
@@ -64,7 +66,7 @@ class Accumulator(SumBuffer):
         factors: Factors = clip_factors,
     ) -> None:
         super().__init__(parameters)
-        self.factors = factors
+        self.factors, self._choices = factors, Choices()
         self.set_bounds(max_grad_norm)
 
     def set_bounds(self, max_grad_norm: float | Sequence[float], noise_multiplier: float = 0.0) -> None:
@@ -124,6 +126,11 @@ class Accumulator(SumBuffer):
         measured = measure(others, self._zeros(batch_size), self._group, self._order, self._held)
         if in_turn:
             return self._add_by_example(uses, in_turn, others, measured, mask, scale)
+        if mask is None and self.factors is clip_factors and _is_for_kernel(measured):
+            factors, scaled, below = clip_by_kernel(measured.norms, self.bounds[0] * self._share(measured), scale)
+            if below:
+                self._add(others, measured.kept, scaled, 1.0)
+                return measured.norms, factors
         factors, wrong = self._rate(measured, mask)
         # One look at both: on a GPU each would wait for the device.
         if measured.any_doubtful(wrong):
@@ -252,15 +259,13 @@ class Accumulator(SumBuffer):
         # Where a factor is wrong the eager pass, which comes next, says so.
         return flat, measured.norms, factors, doubtful if wrong is None else doubtful | wrong.any()
 
-    def reduce(self) -> None:
-        """Finish a piece of a batch, whose passes were added."""
-
     def _zeros(self, batch_size: int) -> Tensor:
         return torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)
 
     def _choose(self, uses: Sequence[Use], turns: bool = True) -> list[Choice]:
         """The choices for the parameters of the sums; others may be recorded too, and are not released."""
-        return [choice for choice in choose(uses, turns) if choice.param in self._group]
+        known = {id(param) for param in self._group}
+        return [choice for choice in self._choices(uses, turns) if id(choice.param) in known]
 
     def _factors(self, measured: Measured, mask: Tensor | None) -> Tensor:
         """Return the clip factors; PrivacyError where a user's rule gives wrong ones."""
@@ -317,9 +322,9 @@ class Accumulator(SumBuffer):
         with full_precision():
             for formed in kept:
                 formed.add_sum(factors[self._group[formed.params[0]]], segments)
-            added = {param for formed in kept for param in formed.params}
+            added = {id(param) for formed in kept for param in formed.params}
             for choice in choices:
-                if choice.method == "ghost" and choice.param not in added:
+                if choice.method == "ghost" and id(choice.param) not in added:
                     of = factors[self._group[choice.param]]
                     choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
 
@@ -346,6 +351,11 @@ class Accumulator(SumBuffer):
             if factor > 0:
                 self.sums[param].add_((grad * (factor * scale)).to(self.dtype))
         return norms.to(self.dtype), factors.to(self.dtype)
+
+
+def _is_for_kernel(measured: Measured) -> bool:
+    """Return whether a kernel computes flat clipping's factors: where one bound is for norms whose terms all add up."""
+    return measured.scales is None and len(measured.norms_sq) == 1 and native.serves(measured.norms_sq)
 
 
 def weighted_sum(choice: Choice, weights: Tensor, out: Tensor) -> None:

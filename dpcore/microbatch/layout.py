@@ -196,7 +196,7 @@ class Layout:
         if type(x) is Parameter and any(x is param for param in self.model.parameters()):
             return -1  # a frozen weight beside its trained bias, however many rows it has
         known, size = self._dims.setdefault(key, set()), (batch.size,)
-        if known == _FIRST and not self._probing and not batch.rows and x.shape[:1] == size != x.shape[1:2]:
+        if known == _FIRST and not self._probing and not batch.rows.known and x.shape[:1] == size != x.shape[1:2]:
             return 0
         fits = [IN_ROWS] if batch.in_rows(x) else []
         fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == size]
@@ -368,7 +368,7 @@ class Layout:
                 fallback.batched = batched if fallback.batched is None else fallback.batched & batched
                 if type(use) is ModuleUse and not hasattr(self.model, "reduction"):  # of shards, which refuse it
                     use.check_alone(fallback)
-        for param in tape.uses.counts:
+        for param in tape.uses.met:
             self.unmet.pop(param, None)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from dpcore import native
 from dpcore.gpu import tuned
 from dpcore.native.products import Product
 from dpcore.tape.uses import Use
@@ -46,7 +48,11 @@ CUDA_FREE_FRACTION = 0.25
 FEWEST_IN_TURN = 2**15
 
 
-@dataclass(frozen=True)
+_CPU = torch.device("cpu")
+MOST_REMEMBERED = 256
+
+
+@dataclass(slots=True)  # not frozen, which would take four times as long to make
 class Choice:
     """How one parameter's contribution is computed.
 
@@ -76,6 +82,38 @@ def choose(uses: Sequence[Use], turns: bool = True) -> list[Choice]:
                     by_param.setdefault(param, []).append(use)
     choices = [Choice(param, tuple(of), _method(param, of, turns)) for param, of in by_param.items()]
     return _turned(choices) if turns else choices
+
+
+class Choices:
+    """Gives the choices for uses, and remembers those for small gradients by what decided about them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
+
+    def __call__(self, uses: Sequence[Use], turns: bool = True) -> list[Choice]:
+        """Return what :func:`choose` returns."""
+        key = self._key(uses) if turns else None
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            return [Choice(uses[i].params[k], (uses[i],), method) for i, k, method in known]
+        choices = choose(uses, turns)
+        if key is not None and all(len(c.uses) == 1 and c.method != "turn" for c in choices):
+            places = {(id(use), param): (i, k) for i, use in enumerate(uses) for k, param in enumerate(use.params)}
+            if len(self._known) >= MOST_REMEMBERED:  # of texts that are all of other lengths
+                self._known.clear()
+            self._known[key] = [(*places[id(c.uses[0]), c.param], c.method) for c in choices]
+        return choices
+
+    @staticmethod
+    def _key(uses: Sequence[Use]) -> tuple[Any, ...] | None:
+        """What the choices depend on: the uses, which of them share a parameter, kernels and measured costs."""
+        found: list[Any] = [native.available(), tuned.costs(_CPU)]
+        for use in uses:
+            kind = use.kind()
+            if kind is None:
+                return None
+            found.append(kind)
+        return tuple(found)
 
 
 def _turned(choices: list[Choice]) -> list[Choice]:

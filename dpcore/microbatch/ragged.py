@@ -17,6 +17,17 @@ def _leaves(value: Any, length: int = 0) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(value, is_leaf=lambda v: isinstance(v, PackedSequence) or is_list_of(v, length))
 
 
+def _arguments(value: Any) -> list[Any] | None:
+    """The leaves of what most models get: tensors alone, by place or by name; None of anything else."""
+    if type(value) is not tuple or len(value) != 2 or type(value[0]) is not tuple or type(value[1]) is not dict:
+        return None
+    leaves = [*value[0], *value[1].values()]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            return None
+    return leaves
+
+
 def is_ragged(model: nn.Module, value: Any) -> bool:
     """Return whether the arguments of a model hold examples that are not rows of a tensor."""
     leaves, _ = _leaves(value)
@@ -25,7 +36,7 @@ def is_ragged(model: nn.Module, value: Any) -> bool:
 
 def batch_size(model: nn.Module, value: Any) -> int:
     """Number of examples in the arguments of a model. UnsupportedError where nothing tells."""
-    leaves, _ = _leaves(value)
+    leaves = _arguments(value) or _leaves(value)[0]
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
             raise UnsupportedError(
@@ -83,9 +94,11 @@ def _bags(model: nn.Module, leaves: list[Any]) -> tuple[int, int, int] | None:
     """Places of the ids and the offsets, and how many offsets too many there are, where a model with an
     ``nn.EmbeddingBag`` gets two flat lists of integers first of which the second can be the first one's offsets.
     """
-    layer = next((m for m in model.modules() if isinstance(m, nn.EmbeddingBag)), None)
     tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][:2]
-    if layer is None or len(tensors) < 2:
+    if len(tensors) < 2:
+        return None
+    layer = next((m for m in model.modules() if isinstance(m, nn.EmbeddingBag)), None)
+    if layer is None:
         return None
     ids, offsets = (leaves[k] for k in tensors)
     integers = all(t.dim() == 1 and not t.is_floating_point() and not t.is_complex() for t in (ids, offsets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,11 @@ class Buffer:
     segments: dict[Parameter, Tensor]
     sums: dict[Parameter, Tensor]
 
+    @functools.cached_property
+    def turned(self) -> list[tuple[Tensor, Tensor]]:
+        """Both parts of the parameters whose memory is not row-major."""
+        return [(self.segments[p], summed) for p, summed in self.sums.items() if not summed.is_contiguous()]
+
 
 class SumBuffer:
     """A sum for each of the named ``parameters``, laid out in memory as the parameter is."""
@@ -33,12 +39,13 @@ class SumBuffer:
             raise ValueError("The model has no parameter with requires_grad=True; there is nothing to train.")
         self.parameters = dict(parameters)
         self.names = {p: n for n, p in self.parameters.items()}
+        self._themselves = {p: p for p in self.names}
         self._allocate()
 
     @property
     def targets(self) -> dict[Parameter, Any]:
         """The parameter into whose gradient a parameter's sum is released: itself, or its shard."""
-        return {p: p for p in self.parameters.values()}
+        return self._themselves
 
     def _allocate(self) -> None:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
@@ -100,6 +107,14 @@ class SumBuffer:
             last += param.numel()
         if last > first:
             yield first, self.flat[first:last]
+
+    def turn_round(self) -> None:
+        """Bring numbers that were written to ``flat`` row by row of each parameter into the order of its memory."""
+        for segment, summed in self._held.turned:
+            summed.copy_(segment.clone().view(summed.shape))
+
+    def reduce(self) -> None:
+        """Finish a piece of a batch, whose passes were added."""
 
     def clear(self) -> None:
         """Make the sums zero."""

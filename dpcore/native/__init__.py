@@ -97,6 +97,11 @@ def serves(*tensors: Tensor) -> bool:
     # First what no kernel may run in: the first look for a library draws random numbers to check it.
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() or not available():
         return False
+    return are_plain(*tensors)
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Return the part of :func:`serves` that is about the tensors, for where it was asked about others before."""
     for t in tensors:
         if (
             type(t) is not Tensor
@@ -292,12 +297,12 @@ def conv2d_grad_sample(
     """[B, d, c, kh, kw], in memory channels-last or not: the weight gradient of each example of a convolution with
     inputs x [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
     """
-    order = (0, 2, 3, 1) if channels_last else (0, 1, 2, 3)
     channels, height, width = x.shape[1:]
-    inputs, grads = (t.permute(order).contiguous() for t in (x, grad))
+    inputs, grads = (x.permute(0, 2, 3, 1), grad.permute(0, 2, 3, 1)) if channels_last else (x, grad)
+    inputs, grads = inputs.contiguous(), grads.contiguous()
     window = (*kernel, channels) if channels_last else (channels, *kernel)
-    out = x.new_empty((len(x), grad.shape[1], *window))
-    of_x = (len(x), height, width, channels)
+    out = x.new_empty((x.shape[0], grad.shape[1], *window))
+    of_x = (x.shape[0], height, width, channels)
     sizes = (*of_x, grad.shape[1], *kernel, *stride, *padding, *grad.shape[2:], int(not channels_last))
     _call("dpcore_conv2d_grad_sample", (inputs, grads, out), (*sizes, torch.get_num_threads()))
     return out.movedim(-1, 2) if channels_last else out
@@ -373,30 +378,50 @@ def gelu_grad(x: Tensor, grad: Tensor) -> Tensor:
 def max_pool(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The largest of every window of x [.., H, W], and what the gradient needs, both [.., *size].
 
-    ``window``: the kernel's height and width (at most 255 numbers), strides, paddings.
+    ``window``: the kernel's height and width (at most 255 numbers), strides, paddings. x is dense, or [B, C, H, W]
+    whose channels lie beside each other, as those of the result then do.
     """
-    out = x.new_empty((*x.shape[:-2], *size))
-    codes = torch.empty(out.shape, dtype=torch.uint8, device=x.device)  # not the user's default one
-    _call("dpcore_max_pool_forward", (x, out, codes), *_planes(x, window, size))
-    return out, codes
+    shape, last = (*x.shape[:-2], *size), not x.is_contiguous()
+    shape = (shape[0], *size, shape[1]) if last else shape
+    out = x.new_empty(shape)
+    codes = torch.empty(shape, dtype=torch.uint8, device=x.device)  # not the user's default one
+    if not last:
+        _call("dpcore_max_pool_forward", (x, out, codes), _planes(x, window, size))
+        return out, codes
+    _call("dpcore_max_pool_forward_last", (x.permute(0, 2, 3, 1), out, codes), _pictures(x, window, size))
+    return out.permute(0, 3, 1, 2), codes.permute(0, 3, 1, 2)
 
 
 def max_pool_grad(grad: Tensor, codes: Tensor, shape: Sequence[int], window: Sequence[int]) -> Tensor:
     """The gradient at x of ``shape`` for one at what :func:`max_pool` gave."""
-    found = grad.new_zeros(shape)
-    _call("dpcore_max_pool_backward", (grad.contiguous(), codes, found), *_planes(found, window, grad.shape[-2:]))
+    if codes.is_contiguous():
+        found = grad.new_zeros(shape)
+        sizes = _planes(found, window, grad.shape[-2:])
+        _call("dpcore_max_pool_backward", (grad.contiguous(), codes, found), sizes)
+        return found
+    found = grad.new_zeros((shape[0], *shape[2:], shape[1])).permute(0, 3, 1, 2)
+    order = [t.permute(0, 2, 3, 1) for t in (grad, codes, found)]
+    _call(
+        "dpcore_max_pool_backward_last", (order[0].contiguous(), *order[1:]), _pictures(found, window, grad.shape[-2:])
+    )
     return found
 
 
-def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[tuple[int, ...]]:
-    return ((*x.shape[-2:], *size, *window, x.shape[:-2].numel(), torch.get_num_threads()),)
+def _planes(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    return (*x.shape[-2:], *size, *window, x.shape[:-2].numel(), torch.get_num_threads())
+
+
+def _pictures(x: Tensor, window: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    return (*x.shape[-2:], *size, *window, *x.shape[:2], torch.get_num_threads())
 
 
 def put_normals(target: Tensor, std: float, name: bytes, start: int, add: bool) -> None:
     """Write std * (the numbers from ``start`` on of the stream ``name``) to ``target``, or ``add`` them to it."""
-    words = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    sizes = (start, target.numel(), torch.get_num_threads())
-    _call("dpcore_add_normals" if add else "dpcore_fill_normals", (words, target), sizes, std)
+    found = kernels()
+    if found is None or not target.is_contiguous():
+        raise ValueError(f"Noise cannot be written to a tensor of strides {target.stride()}.")
+    call = function(found.library, "dpcore_add_normals" if add else "dpcore_fill_normals", 2, 3, 1)
+    call(name, target.data_ptr(), start, target.numel(), torch.get_num_threads(), std)
     torch.autograd.graph.increment_version(target)
 
 

@@ -140,3 +140,18 @@ extern "C" void dpcore_add_parts(const int64_t* table, const float* factors, int
             add_rows(part.g_of(0), part.stride, part.width, out, factors, batch, threads);
     }
 }
+
+// Flat clipping by the arithmetic of torch's operators: factors = min(1, bound / norm), or 0 where a norm is no number below
+// infinity, and those times ``scale``. Returns whether all norms are. (Roots are left to torch, which on some processors has
+// others than the nearest ones.)
+extern "C" int64_t dpcore_clip_factors(const float* norms, float* factors, float* scaled, int64_t batch, double bound, double scale) {
+    int64_t below = 1;
+    for (int64_t b = 0; b < batch; ++b) {
+        const float factor = 1.0f / norms[b] * float(bound);
+        const bool counts = norms[b] < __builtin_inff();
+        factors[b] = !counts ? 0.0f : factor < 1.0f ? factor : 1.0f;
+        scaled[b] = factors[b] * float(scale);
+        below &= counts;
+    }
+    return below;
+}

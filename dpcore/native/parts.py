@@ -5,7 +5,6 @@ Of a small model's step the calls of operators, and the Python around them, take
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ FIELDS = 12
 """Numbers of a part in the kernels' table."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """The gradients of one parameter for B examples, before they are summed: what two kernels need of them.
 
@@ -36,7 +35,7 @@ class Part:
     @classmethod
     def rows(cls, g: Tensor) -> Part:
         """Return those that are ``g`` [B, n]."""
-        return cls(ROWS, _dense_last(g))
+        return cls(ROWS, g if g.stride(-1) == 1 else _dense_last(g))
 
     @classmethod
     def sums(cls, g: Tensor) -> Part:
@@ -46,7 +45,7 @@ class Part:
     @classmethod
     def outer(cls, g: Tensor, x: Tensor) -> Part:
         """Return the products of ``g`` [B, n] and ``x`` [B, m]."""
-        return cls(OUTER, _dense_last(g), _dense_last(x))
+        return cls(OUTER, g if g.stride(-1) == 1 else _dense_last(g), x if x.stride(-1) == 1 else _dense_last(x))
 
 
 class Parts:
@@ -115,13 +114,15 @@ class Parts:
                 f"The clipping rule returned factors of shape {tuple(factors.shape)} for {self._batch_size} examples; "
                 "it must return one per example."
             )
-        if any(tensor._version != version for tensor, version in self._read):
-            raise UnsupportedError(
-                "A layer's input, or the gradient at its output, was changed in place between the norms of the "
-                "gradients and their clipped sum; a clipping rule must leave them as they are."
-            )
+        for tensor, version in self._read:
+            if tensor._version != version:
+                raise UnsupportedError(
+                    "A layer's input, or the gradient at its output, was changed in place between the norms of the "
+                    "gradients and their clipped sum; a clipping rule must leave them as they are."
+                )
         self._call("dpcore_add_parts", factors.to(torch.float32).resolve_neg().contiguous())
-        for target in self._targets:
+        # Views count the changes of what they are views of.
+        for target in {id(t if t._base is None else t._base): t for t in self._targets}.values():
             torch.autograd.graph.increment_version(target)
 
     def _call(self, name: str, numbers: Tensor) -> int:
@@ -129,11 +130,36 @@ class Parts:
         return function(self._library, name, 2, 3)(*addresses, self._count, self._batch_size, torch.get_num_threads())
 
 
+def clip_factors(norms: Tensor, bound: float, scale: float) -> tuple[Tensor, Tensor, bool]:
+    """Compute what :func:`dpcore.clipping.clip_factors` does in one call, with the same bits.
+
+    Args:
+        norms: [1, B], float32 on a CPU.
+        bound: C, lowered by what rounding may hide.
+        scale: What is added is multiplied by it, too.
+
+    Returns:
+        Factors [1, B], those times ``scale``, and whether all norms are numbers below infinity.
+    """
+    found = kernels()
+    if found is None or norms.dtype != torch.float32 or not norms.is_contiguous():
+        raise ValueError(f"There is no kernel for norms of {norms.dtype} with strides {norms.stride()}.")
+    made = norms.new_empty((2, *norms.shape))
+    factors, scaled = made.unbind(0)
+    size, first = norms.numel(), made.data_ptr()
+    call = function(found.library, "dpcore_clip_factors", 3, 1, 2)
+    below = call(norms.data_ptr(), first, first + 4 * size, size, bound, scale)
+    return factors, scaled, bool(below)
+
+
 def _check_sizes(part: Part, out: Tensor, batch_size: int) -> None:
     """Kernels read and write by these numbers alone."""
-    of_one = (part.g.shape[-1],) if part.x is None else (part.g.shape[-1], part.x.shape[-1])
-    lengths = {len(part.g), batch_size} | (set() if part.x is None else {len(part.x)})
-    if lengths != {batch_size} or out.numel() != math.prod(of_one) or (part.x is not None and out.shape != of_one):
+    g, x = part.g.shape, None if part.x is None else part.x.shape
+    if x is None:
+        fits = g[0] == batch_size and out.numel() == g[-1]
+    else:
+        fits = g[0] == x[0] == batch_size and out.shape == (g[-1], x[-1])
+    if not fits:
         examples = "" if part.x is None else f" and {tuple(part.x.shape)}"
         raise ValueError(
             f"Gradients of shape {tuple(part.g.shape)}{examples} cannot be added to a sum of shape "

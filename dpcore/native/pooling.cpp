@@ -77,3 +77,65 @@ extern "C" void dpcore_max_pool_backward(const float* grad, const uint8_t* codes
             }
     });
 }
+
+// The same where channels lie beside each other, x [batch, H, W, channels]: here a window's numbers of neighbouring channels are
+// compared at once.
+extern "C" void dpcore_max_pool_forward_last(const float* x, float* out, uint8_t* codes, int64_t height, int64_t width, int64_t rows,
+                                             int64_t columns, int64_t kernel_h, int64_t kernel_w, int64_t stride_h, int64_t stride_w,
+                                             int64_t padding_h, int64_t padding_w, int64_t batch, int64_t channels, int64_t threads) {
+    by_threads(batch * rows, worth_a_thread(0.3 * double(columns * channels * kernel_h * kernel_w)), threads, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r) {
+            const int64_t top = r % rows * stride_h - padding_h;
+            const int64_t low = std::max<int64_t>(0, -top), high = std::min(kernel_h, height - top);
+            const float* plane = x + r / rows * height * width * channels;
+            for (int64_t o = 0; o < columns; ++o) {
+                const int64_t left = o * stride_w - padding_w, at = (r * columns + o) * channels;
+                const int64_t begin = std::max<int64_t>(0, -left), end = std::min(kernel_w, width - left);
+                for (int64_t c = 0; c < channels; c += W) {
+                    V best = all(-std::numeric_limits<float>::infinity());
+                    I code = I{} + int32_t(low * kernel_w + begin);
+                    for (int64_t a = low; a < high; ++a)
+                        for (int64_t b = begin; b < end; ++b) {
+                            const V v = load(plane + ((top + a) * width + left + b) * channels + c, channels - c);
+                            const I takes = (v > best) | (v != v);
+                            best = takes ? v : best;
+                            code = takes ? I{} + int32_t(a * kernel_w + b) : code;
+                        }
+                    store(out + at + c, best, channels - c);
+                    const Bytes narrow = __builtin_convertvector(code, Bytes);
+                    std::memcpy(codes + at + c, &narrow, std::min<int64_t>(W, channels - c));
+                }
+            }
+        }
+    });
+}
+
+extern "C" void dpcore_max_pool_backward_last(const float* grad, const uint8_t* codes, float* found, int64_t height, int64_t width,
+                                              int64_t rows, int64_t columns, int64_t kernel_h, int64_t kernel_w, int64_t stride_h,
+                                              int64_t stride_w, int64_t padding_h, int64_t padding_w, int64_t batch, int64_t channels,
+                                              int64_t threads) {
+    const double work = 0.3 * double(rows * columns * channels * kernel_h * kernel_w);
+    by_threads(batch, worth_a_thread(work), threads, [&](int64_t first, int64_t last) {
+        for (int64_t r = first * rows; r < last * rows; ++r) {
+            const int64_t top = r % rows * stride_h - padding_h;
+            const int64_t low = std::max<int64_t>(0, -top), high = std::min(kernel_h, height - top);
+            float* plane = found + r / rows * height * width * channels;
+            for (int64_t o = 0; o < columns; ++o) {
+                const int64_t left = o * stride_w - padding_w, at = (r * columns + o) * channels;
+                const int64_t begin = std::max<int64_t>(0, -left), end = std::min(kernel_w, width - left);
+                for (int64_t c = 0; c < channels; c += W) {
+                    Bytes narrow{};
+                    std::memcpy(&narrow, codes + at + c, std::min<int64_t>(W, channels - c));
+                    const I code = __builtin_convertvector(narrow, I);
+                    const V of = load(grad + at + c, channels - c);
+                    for (int64_t a = low; a < high; ++a)
+                        for (int64_t b = begin; b < end; ++b) {
+                            float* to = plane + ((top + a) * width + left + b) * channels + c;
+                            const V before = load(to, channels - c);
+                            store(to, code == int32_t(a * kernel_w + b) ? before + of : before, channels - c);
+                        }
+                }
+            }
+        }
+    });
+}

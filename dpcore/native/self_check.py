@@ -242,6 +242,9 @@ def _parts(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     norms = torch.ones(3)
     call("dpcore_add_norms_of_parts", (parts, norms), 3, 3, 1)
     gradients = rows, positions.sum(1), left[:, :, None] * right[:, None]
+    found = torch.empty(2, 2)
+    call("dpcore_clip_factors", (torch.tensor([0.5, 4.0]), *found), 2, numbers=(2.0, 0.5))
+    yield "clip_factors", found, torch.tensor([[1.0, 0.5], [0.5, 0.25]])
     yield "add_norms_of_parts", norms, 1.0 + torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
     factors = torch.tensor([0.5, 0.0, 2.0])
     call("dpcore_add_parts", (parts, factors), 3, 3, 1)
@@ -281,15 +284,18 @@ def _products(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]
 def _max_pool(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     for stride in (1, 2):
         x, size = randn(2, 3, 21, 37), (21, 37) if stride == 1 else (11, 19)
-        out, codes = torch.empty(2, 3, *size), torch.empty((2, 3, *size), dtype=torch.uint8)
-        grad, found = randn(*out.shape), torch.zeros(x.shape)
-        sizes = (21, 37, *size, 3, 3, stride, stride, 1, 1, 6, 1)
-        call("dpcore_max_pool_forward", (x, out, codes), *sizes)
-        call("dpcore_max_pool_backward", (grad, codes, found), *sizes)
-        window = [3, 3], [stride, stride], [1, 1], [1, 1], False
+        grad, window = randn(2, 3, *size), ([3, 3], [stride, stride], [1, 1], [1, 1], False)
         true, places = torch.ops.aten.max_pool2d_with_indices(x, *window)
-        yield "max_pool", out, true
-        yield "max_pool_grad", found, torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *window, places)
+        true_grad = torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *window, places)
+        sizes = (21, 37, *size, 3, 3, stride, stride, 1, 1)
+        for last, order in (("", (0, 1, 2, 3)), ("_last", (0, 2, 3, 1))):
+            of_x, of_grad = (t.permute(order).contiguous() for t in (x, grad))
+            out, codes, found = of_grad.new_empty(of_grad.shape), of_grad.byte(), torch.zeros_like(of_x)
+            count = (6,) if not last else (2, 3)
+            call(f"dpcore_max_pool_forward{last}", (of_x, out, codes), *sizes, *count, 1)
+            call(f"dpcore_max_pool_backward{last}", (of_grad, codes, found), *sizes, *count, 1)
+            yield f"max_pool{last}", out, true.permute(order)
+            yield f"max_pool_grad{last}", found, true_grad.permute(order)
 
 
 def _gelu(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:

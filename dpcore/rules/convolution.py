@@ -64,6 +64,15 @@ class ConvolutionUse(Use):
         self._x = Saved(x)
         self._limits = Limits()
 
+    def kind(self) -> tuple[Any, ...] | None:
+        x, g = self._x.tensor, self.grad
+        if g is None or x.dtype != torch.float32 or g.dtype != torch.float32 or g.device.type != "cpu":
+            return None
+        if self.geometry[3] > 1:  # which goes by torch's settings, too
+            return None
+        shapes = x.shape[1:], g.shape[1:], self.weight.shape
+        return type(self), self.channels_last, *self.geometry, *shapes, *map(id, self.params)
+
     def _input(self) -> Tensor:
         return wide(self._x.get(self.name).detach())
 
@@ -250,8 +259,9 @@ class ConvolutionUse(Use):
         return grads.reshape(len(x), *self.weight.shape)
 
     def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
-        x, g = self._input(), self._gradient()
-        if not native.serves(x, g) or not g.numel():
+        x, g = self._x.get(self.name), self.grad
+        assert g is not None
+        if not native.are_plain(x, g) or not g.numel():
             return None
         if self._is_bias(param):
             g = g.flatten(2).transpose(1, 2)
@@ -384,7 +394,8 @@ def _convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        params = tuple(p for p in (weight, bias) if tape.trains(p))
+        weight_trains, bias_trains = tape.trains(weight), bias is not None and tape.trains(bias)
+        params = (*((weight,) if weight_trains else ()), *((bias,) if bias_trains else ()))
         if not params:
             return func(input, weight, bias, stride, padding, dilation, groups)
         tape.batch.check(input, params)
@@ -405,7 +416,9 @@ def _convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
             # channels-last.
             h, w = input.shape[2:]
             input = input.contiguous().as_strided(input.shape, (h * w, 1, w, 1))
-        output = func(input, tape.constant(weight), tape.constant(bias), stride, padding, dilation, groups)
+        constant = weight.detach() if weight_trains else weight
+        added = bias.detach() if bias_trains and bias is not None else bias
+        output = func(input, constant, added, stride, padding, dilation, groups)
         use = ConvolutionUse(
             tape.layer(params), input, weight, params, stride, padding, dilation, groups, tape.channels_last
         )

@@ -105,6 +105,9 @@ class EmbeddingUse(Use):
         self.formed = True
         """False where the vectors [B, T, d] never were formed."""
 
+    def kind(self) -> tuple[Any, ...] | None:
+        return None if self.grad is None else (type(self), id(self.params[0]))
+
     def ids(self) -> Tensor:
         """The ids [B, ...], which must not have been changed since."""
         return self._ids.get(self.name)

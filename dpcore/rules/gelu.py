@@ -37,7 +37,7 @@ class _Gelu(torch.autograd.Function):
 @handles(F.gelu)
 def _gelu(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     def call(input: Tensor, *, approximate: str = "none") -> Tensor:
-        if approximate != "tanh" or not is_for_kernel(input):
+        if approximate != "tanh" or not (input.is_contiguous() and is_for_kernel(input)):
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         return _Gelu.apply(input)  # type: ignore[no-any-return]
 

@@ -105,6 +105,13 @@ class ContractionUse(Use):
         self._squares: tuple[Tensor, int, SquaredNorm] | None = None
         self._limits = {param: Limits() for param in inputs}
 
+    def kind(self) -> tuple[Any, ...] | None:
+        g = self.grad
+        if g is None or g.dtype != torch.float32 or g.device.type != "cpu" or self.time_major:
+            return None
+        inputs = [(saved.tensor.shape[1:], saved.tensor.dtype) for saved in self._inputs.values()]
+        return type(self), self.turned, g.shape[1:], *inputs, *map(id, self.params)
+
     def _x(self, param: Parameter) -> Tensor:
         """[B, p] or [B, T, p]."""
         return self._positions(self._inputs[param].get(self.name))
@@ -191,16 +198,17 @@ class ContractionUse(Use):
         return made[2].pop(param)
 
     def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
-        assert self.grad is not None
-        if self.grad.dtype != torch.float32 or self.grad.device.type != "cpu":
+        g, saved = self.grad, self._inputs.get(param)
+        assert g is not None
+        if not native.are_plain(g):
             return None
-        g = self._g()
-        if param not in self._inputs:
-            return (Part.rows(g) if g.dim() == 2 else Part.sums(g)) if native.serves(g) else None
-        x = self._x(param)
-        if not native.serves(g, x):
+        g = self._batch_first(g)
+        if saved is None:
+            return Part.rows(g) if g.dim() == 2 else Part.sums(g)
+        x = saved.get(self.name)
+        if not native.are_plain(x):
             return None
-        left, right = self._in_order(g, x)
+        left, right = self._in_order(g, self._batch_first(x))
         if g.dim() == 2:
             return Part.outer(left, right)
         if not formed or not param.is_contiguous():
@@ -321,8 +329,8 @@ def _lies_turned(weight: Parameter) -> bool:
 @handles(F.linear, derives=True)
 def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        weights = tuple(w for w in (weight,) if tape.trains(w))
-        biases = tuple(b for b in (bias,) if tape.trains(b))
+        weights = (weight,) if tape.trains(weight) else ()
+        biases = (bias,) if bias is not None and tape.trains(bias) else ()
         params = (*weights, *biases)
         if not params:
             return linear(input, weight, bias)
@@ -346,8 +354,8 @@ def _recorded(
     """X times ``weight`` [d, p], or [p, d] if it is ``turned``, with what of it and of the bias is trained."""
     params = (*weights, *biases)
     batch_dim = tape.batch.required(x, params)
-    matrix = tape.constant(weight)
-    output = linear(x, matrix.t() if turned else matrix, tape.constant(bias))
+    matrix = weight.detach() if weights else weight
+    output = linear(x, matrix.t() if turned else matrix, bias.detach() if biases and bias is not None else bias)
     rows = batch_dim == IN_ROWS
     inputs = dict.fromkeys(weights, batch_first(x, batch_dim, tape.batch_size) if rows else x)
     use = ContractionUse(tape.layer(params), inputs, biases, batch_dim == 1, turned)

@@ -142,7 +142,7 @@ def _generator(original: Any, function: Any, *args: Any, **kwargs: Any) -> Itera
     tape = CHECKPOINTING.tape
     if tape is None:
         yield from original(function, *args, **kwargs)
-    elif tape.drops_activations and tape.dropped is None and not tape.lookups:
+    elif tape.drops_activations and tape.dropped is None and not tape.lookups.alive:
         # Of functions within functions only the outer one is run again; and what stands for vectors that were not
         # looked up yet would be vectors in the second run.
         leaves = tree_flatten(_given(original, function, args, kwargs))[0]

@@ -60,10 +60,7 @@ class Lookups:
     """
 
     def __init__(self) -> None:
-        self._alive: dict[int, _Lookup] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._alive)
+        self.alive: dict[int, _Lookup] = {}
 
     def watch(self, output: Tensor, weight: Parameter) -> None:
         """While the model is probed: who sees the vectors ``output``?"""
@@ -122,11 +119,11 @@ class Lookups:
         form: Callable[[], Tensor],
         pool: Callable[[Tensor, int], Tensor],
     ) -> None:
-        key, alive = id(stands), self._alive
+        key, alive = id(stands), self.alive
         alive[key] = _Lookup(weakref.ref(stands, lambda _: alive.pop(key, None)), weight, ids, form, pool)
 
     def _find(self, value: Any) -> _Lookup | None:
-        found = self._alive.get(id(value)) if isinstance(value, Tensor) else None
+        found = self.alive.get(id(value)) if isinstance(value, Tensor) else None
         return found if found is not None and found.stands() is value else None
 
     def pooled(
@@ -144,8 +141,11 @@ class Lookups:
         if lookup.pooled or lookup.formed is not None or not torch.is_grad_enabled():
             return None
         lookup.pooled = True
-        total = F.embedding_bag(lookup.ids, lookup.weight.detach(), mode="sum")
-        return lookup.pool(total, lookup.ids.shape[1] if func in _MEANS else 1)
+        ids, length = lookup.ids, lookup.ids.shape[1]
+        # As F.embedding_bag calls it, whose questions about the arguments take longer.
+        starts = torch.arange(0, ids.numel(), length, device=ids.device, dtype=ids.dtype)
+        total = torch.embedding_bag(lookup.weight.detach(), ids.reshape(-1), starts, False, 0)[0]
+        return lookup.pool(total, length if func in _MEANS else 1)
 
     def formed(self, tape: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """(args, kwargs) with vectors in the place of placeholders."""
@@ -165,12 +165,12 @@ class Lookups:
 
     def settle(self, tape: Recorder) -> None:
         """Placeholders that outlive the pass get their values: someone may look at them."""
-        for lookup in list(self._alive.values()):
+        for lookup in list(self.alive.values()):
             stands = lookup.stands()
             if stands is not None and not tape.probing:
                 values = F.embedding(lookup.ids, lookup.weight) if lookup.formed is None else lookup.formed
                 stands.data = values.detach()
-        self._alive.clear()
+        self.alive.clear()
 
 
 def _over_positions(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

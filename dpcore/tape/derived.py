@@ -8,7 +8,6 @@ stand-in for it, as if it were a parameter; what the rule finds for each example
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -267,14 +266,15 @@ class ThroughUse(Use):
 
 
 class Uses(list[Use]):
-    """The uses of a pass, ``counts`` of them by parameter; those of stand-ins become uses of the parameters behind
-    them. ``unmet``: names of parameters that no look at the model has met.
+    """The uses of a pass; those of stand-ins become uses of the parameters behind them. ``unmet``: names of parameters
+    that no look at the model has met.
     """
 
     def __init__(self, stands: dict[Parameter, Derivation]) -> None:
         super().__init__()
         self._stands = stands
-        self.counts: Counter[Parameter] = Counter()
+        self._others: list[Parameter] = []
+        """Parameters at work without a use."""
         self.unmet: Mapping[Parameter, str] = {}
 
     def append(self, use: Use) -> None:
@@ -283,12 +283,15 @@ class Uses(list[Use]):
         if self.unmet:
             self.meet(use.params)
         super().append(use)
-        for param in use.params:
-            self.counts[param] += 1
 
     def meet(self, params: Sequence[Parameter]) -> None:
         """Note parameters at work; NotLearnt where a look at the model has to come first."""
         for param in params:
             if param in self.unmet:
                 raise NotLearnt(f"Parameter {self.unmet[param]}", (param,))
-            self.counts.setdefault(param, 0)
+            self._others.append(param)
+
+    @property
+    def met(self) -> set[Parameter]:
+        """Return the parameters that were at work."""
+        return {*self._others, *(param for use in self for param in use.params)}

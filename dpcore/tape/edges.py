@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -144,25 +143,28 @@ def come_last(output: Tensor, hook: Target) -> None:
         node.register_prehook(lambda grads: hook(grads[place]))
 
 
-@contextmanager
-def no_gradients_left(parameters: dict[Parameter, str]) -> Iterator[None]:
-    """Raise UnsupportedError where a backward pass within has given a parameter an ordinary gradient."""
-    before = [_state_of(param.grad) for param in parameters]
-    yield
-    for (param, name), known in zip(parameters.items(), before, strict=True):
-        if _state_of(param.grad) != known:
-            raise UnsupportedError(
-                f"Parameter {name} gets a gradient by a backward pass within the backward pass (by a function "
-                "whose backward() calls torch.autograd.backward, as reversible layers do), where it cannot be told "
-                "apart by example; use torch.utils.checkpoint in its place."
-            )
+class no_gradients_left:
+    """Within, UnsupportedError is raised where a backward pass has given a parameter an ordinary gradient."""
+
+    def __init__(self, parameters: dict[Parameter, str]) -> None:
+        self._parameters = parameters
+        self._before = [(param.grad, 0 if param.grad is None else param.grad._version) for param in parameters]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, failed: object, *exception: object) -> None:
+        if failed is not None:
+            return
+        for (param, name), (grad, version) in zip(self._parameters.items(), self._before, strict=True):
+            if param.grad is not grad or (grad is not None and grad._version != version):
+                raise UnsupportedError(
+                    f"Parameter {name} gets a gradient by a backward pass within the backward pass (by a function "
+                    "whose backward() calls torch.autograd.backward, as reversible layers do), where it cannot be told "
+                    "apart by example; use torch.utils.checkpoint in its place."
+                )
 
 
 def _unless_there(target: Target, grad: Tensor | None) -> None:
     if grad is None:
         target(None)
-
-
-def _state_of(grad: Tensor | None) -> tuple[int, int]:
-    """Return what is another number when a gradient was replaced or changed."""
-    return (0, 0) if grad is None else (id(grad), grad._version)

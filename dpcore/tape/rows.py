@@ -22,7 +22,7 @@ def _named(*names: str) -> set[Callable[..., Any]]:
     return {getattr(space, name) for space in spaces for name in names if hasattr(space, name)}
 
 
-_RESHAPES = _named("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as")
+RESHAPES = _named("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as")
 _ELEMENTWISE = _named(
     *("add", "sub", "mul", "div", "neg", "exp", "pow", "sqrt", "rsqrt", "square", "abs", "clamp", "where", "rsub"),
     *("multiply", "divide", "true_divide", "subtract"),
@@ -44,19 +44,16 @@ class Rows:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._known)
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
 
     def of(self, tensor: Any) -> tuple[int, int] | None:
         """(dimension, rows for each example), or None where the batch is a dimension of its own or is not known."""
-        found = self._known.get(id(tensor))
+        found = self.known.get(id(tensor))
         return found[1:] if found is not None and found[0]() is tensor else None
 
     def put(self, tensor: Tensor, dim: int, count: int) -> None:
         """Notes that ``tensor`` has ``count`` rows for each example in its dimension ``dim``."""
-        key, known = id(tensor), self._known
+        key, known = id(tensor), self.known
         known[key] = weakref.ref(tensor, lambda _: known.pop(key, None)), dim, count
 
     def copy(self, tensor: Tensor, result: Tensor) -> None:
@@ -67,10 +64,7 @@ class Rows:
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Notes what is known of the results of a call."""
-        reshapes = func in _RESHAPES
-        if not reshapes and not self._known:
-            return
-        if reshapes:
+        if func in RESHAPES:
             self._follow_reshape(args[0] if args else kwargs.get("input"), result)
             return
         for tensor in _tensors((args, kwargs)):

@@ -24,22 +24,18 @@ class Sources:
         self._names = parameters
         self._trained = set(map(id, parameters))
         self._guards = guards
-        self._derived: dict[int, Derivation] = {}
+        self.derived: dict[int, Derivation] = {}
+        """What was computed from parameters alone."""
         self._stand_of: dict[int, Parameter] = {}
 
     def copy_of(self, other: Sources) -> None:
         """Begin with all that ``other`` knows."""
         self.stands = other.stands
-        self._derived, self._stand_of = dict(other._derived), dict(other._stand_of)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing was computed from parameters alone."""
-        return not self._derived
+        self.derived, self._stand_of = dict(other.derived), dict(other._stand_of)
 
     def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Parameter | Derivation]:
         """The trained parameters among the arguments, and what comes from trained parameters alone."""
-        if not self._derived and not self.stands:  # by far the most calls have none: the fewest steps
+        if not self.derived and not self.stands:  # by far the most calls have none: the fewest steps
             trained = self._trained
             for value in (*args, *kwargs.values()) if kwargs else args:
                 if id(value) in trained or isinstance(value, list | tuple):
@@ -48,16 +44,23 @@ class Sources:
                 return []
         found: list[Parameter | Derivation] = []
         for value in tensors_among(args, kwargs):
-            derivation = self._derived.get(id(value))
+            derivation = self.derived.get(id(value))
             if derivation is not None:
                 found.append(derivation)
             elif self.trains(value):
                 found.append(value)
         return found
 
+    def beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The other tensors among the arguments."""
+        tensors = tensors_among(args, kwargs)
+        if not self.derived and not self.stands:
+            return [value for value in tensors if id(value) not in self._trained]
+        return [value for value in tensors if value not in self]
+
     def is_derived(self, value: Any) -> bool:
         """Return whether this comes from trained parameters alone."""
-        return id(value) in self._derived
+        return id(value) in self.derived
 
     def __contains__(self, value: Any) -> bool:
         """Return whether this is a trained parameter, or comes from trained parameters alone."""
@@ -80,7 +83,7 @@ class Sources:
 
     def layer(self, params: Sequence[Parameter]) -> str:
         """The layer's name in messages: the first parameter's, without its last part."""
-        name = self.name(params[0])
+        name = self.name(params[0]) if self.stands else self._names[params[0]]
         return name.rpartition(".")[0] or name
 
     def note_derived(
@@ -95,14 +98,14 @@ class Sources:
         """Remember that ``func`` has computed ``result`` of ``sources`` alone."""
         for tensor in tensors_among((result,), {}):
             if tensor.requires_grad and not self.trains(tensor) and tensor.grad_fn is not None:
-                self._derived[id(tensor)] = Derivation.of(func, args, kwargs, tensor, sources, added)
+                self.derived[id(tensor)] = Derivation.of(func, args, kwargs, tensor, sources, added)
                 self._stand_of.pop(id(tensor), None)
 
     def with_stands(self, value: Any) -> Any:
         """Arguments with stand-ins in the place of what comes from parameters alone."""
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(self.with_stands(part) for part in value)
-        derivation = self._derived.get(id(value))
+        derivation = self.derived.get(id(value))
         if derivation is None:
             return value
         stand = self._stand_of.get(id(value))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeGuard, TypeVar
 
@@ -31,7 +31,7 @@ from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, Uses
 from dpcore.tape.dropped_use import Arrival, DroppedUse, inputs_of
 from dpcore.tape.edges import Edges, come_last, no_view
-from dpcore.tape.rows import Rows
+from dpcore.tape.rows import RESHAPES, Rows
 from dpcore.tape.sources import Sources, roots_of, tensors_among
 from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, FormedUse, Use, handles
 
@@ -116,11 +116,13 @@ class Tape(TorchFunctionMode):
         self.packed: PackedSequence | None = None
         """Sequences that a recurrent layer is working on: the function that it calls is not told their order."""
         self.lookups = Lookups()
-        self.channels_last = any(_is_channels_last(p) for p in parameters)
+        self.channels_last = _any_channels_last(parameters)
         self.parameters = parameters
         self.batch_size = batch_size
         self.edges = Edges()
         self.sources = Sources(parameters, self.edges.guards)
+        self.trains: Callable[[Any], TypeGuard[Parameter]] = self.sources.trains
+        """Whether this is one of the trained parameters, or stands for what comes from them alone."""
         self.batch = BatchDims(batch_size, self.rows, self.sources, find_batch)
         self.uses = Uses(self.sources.stands)
         PASS_OF[self.edges.anchor] = weakref.ref(self)
@@ -149,12 +151,12 @@ class Tape(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.lookups:
+        if self.lookups.alive:
             pooled = self.lookups.pooled(self, func, args, kwargs)
             if pooled is not None:
                 return pooled
             args, kwargs = self.lookups.formed(self, func, args, kwargs)
-        handler, plain = HANDLERS.get(func), self.sources.is_plain
+        handler, plain = HANDLERS.get(func), not self.sources.derived
         sources = () if handler is not None and plain and func not in DERIVING else self.sources.among(args, kwargs)
         result = self._computed(func, handler, args, kwargs, sources)
         if isinstance(result, Tensor) and result.requires_grad:
@@ -163,7 +165,7 @@ class Tape(TorchFunctionMode):
                 self.made_bytes += result.nbytes
             if result.is_leaf and (func is Tensor.requires_grad_ or all(result is not given for given in args)):
                 PASS_OF[result] = weakref.ref(self)
-        if not sources or not self.sources.is_derived(result):
+        if (self.rows.known or func in RESHAPES) and not (sources and self.sources.is_derived(result)):
             self.rows.follow(func, args, kwargs, result)
         return result
 
@@ -190,7 +192,7 @@ class Tape(TorchFunctionMode):
             self.uses.meet(roots_of(sources))
             return func(*args, **kwargs)
         _refuse_complex(func, args, kwargs, sources)
-        if any(isinstance(source, Derivation) for source in sources):
+        if self.sources.derived and any(isinstance(source, Derivation) for source in sources):
             with_stands = self.sources.with_stands
             args, kwargs = with_stands(args), {name: with_stands(value) for name, value in kwargs.items()}
         return handler(self, func, args, kwargs)
@@ -222,10 +224,6 @@ class Tape(TorchFunctionMode):
         """The layer's name in messages: the first parameter's, without its last part."""
         return self.sources.layer(params)
 
-    def trains(self, tensor: Any) -> TypeGuard[Parameter]:
-        """Return whether this is one of the trained parameters, or stands for what comes from them alone."""
-        return self.sources.trains(tensor)
-
     def constant(self, tensor: MaybeTensor) -> MaybeTensor:
         """A trained parameter as a constant of the graph; anything else as it is."""
         return tensor.detach() if self.trains(tensor) else tensor  # type: ignore[return-value]
@@ -240,7 +238,8 @@ class Tape(TorchFunctionMode):
         check_first_order()
         self.attached += 1
         self.rounds = self.rounds or output.dtype in HALF
-        output = self.edges.placed(output)
+        if not output.requires_grad or output._is_view():
+            output = self.edges.placed(output)
         if self.scale is not None:
             come_last(output, self._hook(target))
         else:
@@ -264,7 +263,7 @@ class Tape(TorchFunctionMode):
             saved.drop()  # nobody asks for a gradient
 
         def set_grad(grad: Tensor | None) -> None:
-            use.grad = grad if grad is None else batch_first(grad, batch_dim, size)
+            use.grad = grad if grad is None or not batch_dim else batch_first(grad, batch_dim, size)
 
         return self.attach(output, set_grad)
 
@@ -398,7 +397,7 @@ def _without_batch(
     sources: Sequence[Parameter | Derivation],
 ) -> bool:
     """Return whether no argument has a batch, so that the result comes from parameters and constants alone."""
-    others = [v for v in tensors_among(args, kwargs) if v not in tape.sources]
+    others = tape.sources.beside(args, kwargs)
     root = roots_of(sources)[0]
     without = True
     for other in others:
@@ -418,16 +417,20 @@ def _refuse_complex(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[Parameter | Derivation]
 ) -> None:
     """NoRuleError where parameters meet complex numbers: rules multiply without conjugates, and sums are real."""
-    if any(tensor.is_complex() for tensor in tensors_among(args, kwargs)):
-        raise NoRuleError(
-            f"A trained parameter meets the examples in {func.__name__} of complex numbers (torch.fft, "
-            "torch.view_as_complex), for which dpcore has no rule; wrap that operation in a module of its own.",
-            tuple(dict.fromkeys(roots_of(sources))),
-        )
+    for tensor in tensors_among(args, kwargs):
+        if tensor.is_complex():
+            raise NoRuleError(
+                f"A trained parameter meets the examples in {func.__name__} of complex numbers (torch.fft, "
+                "torch.view_as_complex), for which dpcore has no rule; wrap that operation in a module of its own.",
+                tuple(dict.fromkeys(roots_of(sources))),
+            )
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+def _any_channels_last(tensors: Iterable[Tensor]) -> bool:
+    for tensor in tensors:
+        if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+            return True
+    return False
 
 
 @handles(torch.autograd.grad, torch.autograd.backward, Tensor.backward)

@@ -83,6 +83,12 @@ class Use:
     sparse: bool = False
     """True where most of an example's gradient is zero, so that :meth:`add_example` costs next to nothing."""
 
+    def kind(self) -> tuple[Any, ...] | None:
+        """Return all that decides how its norms are best taken, but for the machine: uses that share it are treated
+        alike, however many examples they have. None: every use is looked at.
+        """
+        return None
+
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         """Squared norms [B] of the per-sample gradients without forming them, with a bound of what rounding hides."""
         raise NotImplementedError
@@ -94,8 +100,8 @@ class Use:
     def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
         """Return what kernels need of a parameter's gradients to take norms and sums of many parameters at once.
 
-        ``formed``: where per-sample gradients are to be formed. None: :meth:`grad_sample`, or :meth:`norm_sq` and
-        :meth:`add_clipped_sum`, do that.
+        Asked only where kernels serve. ``formed``: where per-sample gradients are to be formed. None:
+        :meth:`grad_sample`, or :meth:`norm_sq` and :meth:`add_clipped_sum`, do that.
         """
         return None
 

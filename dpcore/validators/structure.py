@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ class Structure:
         """Raise PrivacyError where the module is no longer the one that was made private."""
         check_hooks(self._trained)
         parts = _parts(self._module)
-        if len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True)):
+        if len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts)):
             return
         now, known = dict(self._module.named_parameters()), set(self._trained.values())
         for name, param in now.items():
@@ -50,6 +51,23 @@ class Structure:
         )
 
 
-def _parts(module: nn.Module) -> tuple[Any, ...]:
-    """All submodules and all parameters, each followed by whether it is trained; to be compared by identity."""
-    return (*module.modules(), *(part for param in module.parameters() for part in (param, param.requires_grad)))
+def _parts(module: nn.Module) -> list[Any]:
+    """All submodules and all parameters, each followed by whether it is trained; to be compared by identity.
+
+    As ``modules()`` and ``parameters()`` find them, whose generators take longer than a small layer.
+    """
+    found: list[Any] = []
+    seen, waiting = set(), [module]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        found.append(part)
+        for param in part._parameters.values():
+            if param is not None:
+                found += (param, param.requires_grad)
+        for child in part._modules.values():
+            if child is not None:
+                waiting.append(child)
+    return found

@@ -29,15 +29,17 @@ few = st.integers(1, 3)
     ceil_mode=st.booleans(),
     special=st.sampled_from([None, math.nan, -math.inf]),
     threads=st.sampled_from([1, 2]),
+    channels=st.sampled_from([1, 3, 16, 21]),
+    layout=st.sampled_from([torch.contiguous_format, torch.channels_last]),
 )
-def test_the_kernel_is_torchs(sides, kernel, stride, padding, ceil_mode, special, threads):
+def test_the_kernel_is_torchs(sides, kernel, stride, padding, ceil_mode, special, threads, channels, layout):
     assume(all(2 * p <= k for p, k in zip(padding, kernel, strict=True)))
     assume(all(s + 2 * p >= k for s, p, k in zip(sides, padding, kernel, strict=True)))
     torch.manual_seed(sides[0])
-    x = torch.randint(-3, 4, (2, 3, *sides)).float()  # many are equal
+    x = torch.randint(-3, 4, (2, channels, *sides)).float()  # many are equal
     if special is not None:
         x[x < 1] = special
-    x.requires_grad_()
+    x = x.contiguous(memory_format=layout).requires_grad_()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -47,13 +49,14 @@ def test_the_kernel_is_torchs(sides, kernel, stride, padding, ceil_mode, special
         assert size == [*expected.shape[-2:]]
         found = _ByKernel.apply(x, window, size)
         grad = torch.randn(expected.shape)
+        assert found.is_contiguous(memory_format=layout), "what comes next is as fast as behind torch's"
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(
             _places(native.max_pool(x.detach(), window, expected.shape[-2:])[1], x.shape, window), places
         )
         (true,) = torch.autograd.grad(expected, x, grad)
         (ours,) = torch.autograd.grad(found, x, grad, retain_graph=True)
-        assert torch.equal(ours, true)
+        assert torch.equal(ours, true) and ours.is_contiguous(memory_format=layout)
         (again,) = torch.autograd.grad(found, x, grad.requires_grad_(), create_graph=True)
         torch.testing.assert_close(again, true)
         torch.testing.assert_close(torch.autograd.grad(again.sum(), grad)[0], torch.ones_like(grad))
