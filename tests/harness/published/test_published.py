@@ -212,7 +212,7 @@ def test_readme_shows_the_figure_of_its_records() -> None:
         f"cost-of-privacy{theme}.{kind}" for theme in ("", "-dark") for kind in ("svg", "png")
     }
     light = next(content for path, content in found.items() if path.name == "cost-of-privacy.svg").decode()
-    assert "Zen 4, AVX-512), 1 thread, 29 Nov 2026, all keep their heap" in light and "Runs: quick-zen4-" in light
+    assert "Zen 4, AVX-512), 1 thread, 29 Nov 2026, all keep their heap" in light and "Runs: paper-zen4-" in light
     for path in re.findall(r'(?:srcset|src)="(plots/[^"]+)"', text):
         assert Path(path).exists(), path
 
