@@ -63,6 +63,12 @@ class _PrivateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         goes_on: bool = self.optimizer.batch_goes_on
         return goes_on
 
+    @property
+    def steps(self) -> int:
+        """How many updates were made."""
+        made: int = self.optimizer.steps
+        return made
+
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.steps
         self.optimizer.step(closure)

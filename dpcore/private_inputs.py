@@ -40,7 +40,7 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     if not in_optimizer <= known:
         raise PrivacyError(
             "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
-            "noise. Build the optimizer from module.parameters()."
+            "noise. Build the optimizer from module.parameters(), behind whatever replaces them (fully_shard)."
         )
 
 

@@ -136,7 +136,7 @@ def accelerated_steps(size: int | str | None, steps: int, folder: Path | None = 
             if optimizer.optimizer.steps == 3 and folder and not options.get("resumed"):
                 using.save_state(str(folder))
                 using.wait_for_everyone()
-            if optimizer.optimizer.steps == steps:
+            if optimizer.steps == steps:
                 return found(engine, model, batches=drawn, history=torch.stack(history), passes=passes)
 
 
