@@ -69,11 +69,10 @@ class ShardedOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: Optimizer, module: ShardedModule) -> None:
         self.optimizer = optimizer
         self._reduction = module.reduction
-        whole = {shard: p for p, shard in module.reduction.shards.items()}
-        self._groups = [
-            {**group, "params": [whole.get(p, p) for p in group["params"]]} for group in optimizer.param_groups
-        ]
-        self._agreed = [_settings(group) for group in self._groups]
+        self._whole = {shard: p for p, shard in module.reduction.shards.items()}
+        self._groups: list[dict[str, Any]] = []
+        self._agreed: list[dict[str, Any]] = []
+        self._agree()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -83,7 +82,12 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _agree(self) -> None:
         """Hand on what was changed in one of the two since they last agreed."""
-        for k, (mine, wrapped) in enumerate(zip(self._groups, self.optimizer.param_groups, strict=True)):
+        for group in self.optimizer.param_groups[len(self._groups) :]:
+            self._groups.append(dict(group))
+            self._agreed.append(_settings(group))
+        for k, (mine, wrapped) in enumerate(zip(self._groups, self.optimizer.param_groups, strict=False)):
+            # Those that the wrapped step would change: who looks for added ones has to see them.
+            mine["params"] = [self._whole.get(p, p) for p in wrapped["params"]]
             for name, value in {**_settings(wrapped), **_settings(mine)}.items():
                 before = self._agreed[k].get(name)
                 is_mine = name in mine and value is not before and value != before

@@ -82,7 +82,7 @@ class ViewsOfNone(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in VIEWS and not args[0].numel() and all(isinstance(n, int) for n in _sizes(args)):
+        if func in VIEWS and len(args) > 1 and not args[0].numel() and all(isinstance(n, int) for n in _sizes(args)):
             sizes = _sizes(args)
             if -1 in sizes and 0 in sizes:
                 known = prod(max(n, 1) for n in sizes if n != -1)

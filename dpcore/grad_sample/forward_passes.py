@@ -143,8 +143,8 @@ class ForwardPasses:
         if self._layout.read_back and sharded:
             raise UnsupportedError(
                 f"{', '.join(sorted(self._layout.read_back))} is used by way of what the model computes from it alone "
-                "(a normalised weight, say), whose gradient needs its numbers when it is no longer whole; with "
-                "fully_shard layers may transpose, scale or look up their parameters, no more. Use "
+                "(a normalised weight, say), whose gradient needs a parameter's numbers when it is no longer whole; "
+                "with fully_shard layers may transpose, scale or look up their parameters, no more. Use "
                 "DifferentiallyPrivateDistributedDataParallel instead."
             )
         if self._layout.fallbacks and sharded:

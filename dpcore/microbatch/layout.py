@@ -104,7 +104,7 @@ class Layout:
         self._shapes: set[tuple[Parameter, str, int, torch.Size]] = set()
         """With what shapes beside the batch."""
         self.read_back: set[str] = set()
-        """Parameters from which a tensor is computed before any example comes in."""
+        """Those from which a tensor is computed before any example comes in, by a way back that reads any's numbers."""
         self.looks = 0
         """How often the model was looked at."""
         self.learnt = 0
@@ -357,10 +357,11 @@ class Layout:
         """Notes what a probe's pass has shown."""
         held = tape.made_bytes + sum(use.stash_bytes() for use in tape.uses)
         self.example_bytes = max(self.example_bytes, held / count)
+        held_by = {storage_of(p) for p in self.model.parameters()}  # by frozen ones, too: they are as soon gone
         for use in tape.uses:
             if isinstance(use, ThroughUse):
-                ways = ((way, root) for way in use.stands.values() for root in way.roots)
-                self.read_back |= {names[root] for way, root in ways if way.needs_values(root)}
+                needing = [way for way in use.stands.values() if way.needs_values(held_by)]
+                self.read_back |= {names[root] for way in needing for root in way.roots}
             if isinstance(use, ModuleUse):
                 # What has the batch's length here and in the real batch has the batch first.
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)

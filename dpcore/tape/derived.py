@@ -8,7 +8,7 @@ stand-in for it, as if it were a parameter; what the rule finds for each example
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ _REORDERING = {
 """Functions whose result holds every number of their input once: a gradient keeps its norm on the way back."""
 
 _HALF = (torch.bfloat16, torch.float16)
+_CLOSED = ("CopySlices", "CppFunction")
+"""Nodes that keep another one inside (that of a write to a part of a tensor), or are of an extension in C++."""
 
 
 class Derivation:
@@ -95,18 +97,17 @@ class Derivation:
         stand.register_hook(refuse)
         return stand
 
-    def needs_values(self, root: Parameter) -> bool:
-        """Return whether the way back to ``root`` reads numbers of it, or does something that does not show what."""
-        storage = storage_of(root)
+    def needs_values(self, storages: Container[int]) -> bool:
+        """Return whether the way back to the roots reads numbers of what lies there, or does not show what it reads."""
         waiting, seen = [self.tensor.grad_fn], set()
         while waiting:
             node: Any = waiting.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                return True  # what a function in Python keeps need not be among its saved tensors
-            if any(_saves(node, name, storage) for name in dir(node) if name.startswith("_saved_")):
+            if isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ in _CLOSED:
+                return True  # what it keeps need not be among its saved tensors
+            if any(_saves(node, name, storages) for name in dir(node) if name.startswith("_saved_")):
                 return True
             waiting += [before for before, _ in node.next_functions]
         return False
@@ -169,15 +170,15 @@ def storage_of(tensor: Tensor) -> int:
         return 0
 
 
-def _saves(node: Any, name: str, storage: int) -> bool:
-    """Return whether a node of a graph has saved, under that name, a tensor with the storage."""
+def _saves(node: Any, name: str, storages: Container[int]) -> bool:
+    """Return whether a node of a graph has saved, under that name, a tensor with one of the storages."""
     try:
         values = flatten(getattr(node, name))[0]
     except NotKept as error:
-        return error.storage == storage or isinstance(
+        return error.storage in storages or isinstance(
             getattr(node, f"_raw{name}"), tuple | list
         )  # of several, the first
-    return any(isinstance(value, Tensor) and storage_of(value) == storage for value in values)
+    return any(isinstance(value, Tensor) and storage_of(value) in storages for value in values)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -123,10 +124,49 @@ def of_words(how: str) -> torch.Tensor:
     return weights(module)
 
 
+class Derived(nn.Module):
+    """A layer whose weight is computed by ``way``."""
+
+    def __init__(self, way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.eye(3)), way
+        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.way(self.weight, self.frozen)
+
+
+def _scaled_in_part(weight: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+    scaled = weight.clone()
+    scaled[:2].mul_(frozen[:2])
+    return scaled
+
+
+READ_BACK: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda weight, frozen: weight / weight.norm(),
+    lambda weight, frozen: weight * frozen,
+    _scaled_in_part,
+]
+"""Ways whose gradients read numbers of a parameter, which are gone by the step."""
+
+
+def pass_of_derived(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Make a step of a layer whose weight is computed by ``way``."""
+    module: nn.Module = nn.Sequential(Derived(way), nn.Linear(3, 2))
+    fully_shard(module, **sharding("sharded"))
+    module, optimizer, _ = PrivacyEngine(seed=7).make_private(
+        module=module, optimizer=torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.zeros(5, 3))), noise_multiplier=1.0, max_grad_norm=1.0,
+        sample_rate=0.2, expected_batch_size=1,
+    )  # fmt: skip
+    module(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+
+
 def refused_in_shards() -> dict[str, Any]:
     """What an ordinary gradient of a shard, noise without addresses and sums of a loop's own meet."""
     found = {}
-    for name in ("ordinary", "no addresses", "own sums"):
+    for name in ("ordinary", "no addresses", "own sums", "added"):
         _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
         x, y = data()[:4][:2]
         optimizer.zero_grad()
@@ -139,6 +179,10 @@ def refused_in_shards() -> dict[str, Any]:
         if name == "own sums":
             for param in module.parameters():
                 param.summed_grad = torch.ones(param.shape)
+        if name == "added":
+            extra = nn.Parameter(torch.zeros(2))
+            extra.grad = torch.ones(2)
+            optimizer.original_optimizer.inner.param_groups[0]["params"].append(extra)
         before = weights(module)
         found[name] = refusal(optimizer.step)
         assert torch.equal(weights(module), before)

@@ -191,10 +191,11 @@ def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
         assert torch.equal(report["resume"]["resumed"]["weights"], report["resume"]["whole"]["weights"])
         assert report["moved at a learning rate of 0"] == [0.0, 0.0]
         assert report["half precision"]
-        assert "module.0.weight is used by way of" in report["no rule"]
+        assert all("module.0.weight is used by way of" in refusal for refusal in report["no rule"])
         assert "fully_shard on the root" in report["in part"]
         assert "has an ordinary, unclipped gradient" in report["ordinary"]
         assert "noise has no addresses" in report["no addresses"]
+        assert "was added to the optimizer after make_private" in report["added"]
         assert "no rank holds whole sums" in report["own sums"]
         assert ("The model's mesh has" in report["one group"]) is (len(reports) > 1)
     for sizes in zip(*(report["local"] for report in reports), strict=True):
