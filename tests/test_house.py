@@ -111,15 +111,16 @@ class Size:
 # 2026-11-29: FSDP2 by accelerate and the Trainer, with what a newcomer missed in the docs; times that wait for their
 # replay, so that a first table comes sooner; fewer calls of Python in a small step, and a kernel for pooling.
 # Sparse gradients of tables without DP. Faults of Trainers, accelerate and Lightning, with their tests.
+# 2026-11-29: planted faults are at work, which two were no more.
 LIMITS = {
     "harness": Size(lines=40_006, long_classes=0, long_files=0),
     "dpcore": Size(lines=34_683, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=59_127, long_classes=0, long_files=17),
+    "tests": Size(lines=59_188, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 204_936, 399
+WRITTEN, WORDS = 203_532, 399
 
 
 def files(folder: str) -> Iterator[Path]:

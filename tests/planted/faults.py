@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.plan.registry import ROOT
@@ -26,7 +27,7 @@ def _slowed(whole):
     return clipped_sum
 
 
-Engine._add_clipped_sum = _slowed(Engine._add_clipped_sum)
+BatchSums.add = _slowed(BatchSums.add)
 """
 
 HOARDING = """
@@ -42,7 +43,7 @@ def _hoarding(whole):
     return clipped_sum
 
 
-Engine._add_clipped_sum = _hoarding(Engine._add_clipped_sum)
+BatchSums.add = _hoarding(BatchSums.add)
 """
 
 UNCLIPPED = """
@@ -61,26 +62,41 @@ def clip_factors(norms, max_grad_norm):
 PROVEN = (clip_factors, automatic_factors)
 """
 
+UNCLIPPED_BY_KERNEL = """
+
+# A planted fault: every fourth example is not clipped, by the kernel either.
+_right_factors = clip_factors
+
+
+def clip_factors(norms, bound, scale):
+    factors, scaled, below = _right_factors(norms, bound, scale)
+    factors[:, 3::4], scaled[:, 3::4] = 1.0, scale
+    return factors, scaled, below
+"""
+
 
 @dataclass(frozen=True)
 class Fault:
-    """``text`` is appended to ``file``. ``kind``: the alert that it must raise, None where there must be none."""
+    """``texts`` are appended to files. ``kind``: the alert that it must raise, None where there must be none."""
 
     title: str
     kind: str | None
-    file: str = ""
-    text: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
-ENGINE = "dpcore/engine/engine.py"
+SUMS = "dpcore/engine/batch_sums.py"
 FAULTS = {
     "none": Fault("nothing changed (A/A)", None),
     **{
-        f"slow-{percent}": Fault(f"every pass takes {percent} % longer", "time", ENGINE, SLOWED.format(percent=percent))
+        f"slow-{percent}": Fault(f"every pass takes {percent} % longer", "time", {SUMS: SLOWED.format(percent=percent)})
         for percent in (2, 5, 10)
     },
-    "memory": Fault("one more buffer of the size of the gradient is kept", "memory", ENGINE, HOARDING),
-    "clip-bug": Fault("every fourth example is not clipped", "gate", "dpcore/clipping.py", UNCLIPPED),
+    "memory": Fault("one more buffer of the size of the gradient is kept", "memory", {SUMS: HOARDING}),
+    "clip-bug": Fault(
+        "every fourth example is not clipped",
+        "gate",
+        {"dpcore/clipping.py": UNCLIPPED, "dpcore/native/parts.py": UNCLIPPED_BY_KERNEL},
+    ),
 }
 
 
@@ -88,7 +104,6 @@ def plant(name: str, folder: Path) -> None:
     """Writes ``frameworks/`` and a ``dpcore/`` with the fault into ``folder``."""
     for part in ("frameworks", "dpcore"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    fault = FAULTS[name]
-    if fault.file:
-        path = folder / fault.file
-        path.write_text(path.read_text() + fault.text)
+    for file, text in FAULTS[name].texts.items():
+        path = folder / file
+        path.write_text(path.read_text() + text)
