@@ -120,7 +120,7 @@ LIMITS = {
     "tests": Size(lines=59_188, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 203_532, 399
+WRITTEN, WORDS = 203_568, 399
 
 
 def files(folder: str) -> Iterator[Path]:
