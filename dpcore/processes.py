@@ -18,7 +18,7 @@ from dpcore.errors import UnsupportedError
 REPLICATING = ("NO", "MULTI_CPU", "MULTI_GPU")
 """accelerate's names of what was tried, or works through the same backends of torch as what was."""
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-"""Of which FSDP2 alone leaves a rank the whole gradients of its own examples before they are reduced."""
+"""FSDP2 alone of these leaves a rank the whole gradients of its own examples before they are reduced."""
 PARALLEL = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
 """What a ``ParallelismConfig`` calls the numbers of processes that share one model or one example."""
 

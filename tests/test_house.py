@@ -114,13 +114,13 @@ class Size:
 # 2026-11-29: planted faults are at work, which two were no more.
 LIMITS = {
     "harness": Size(lines=40_006, long_classes=0, long_files=0),
-    "dpcore": Size(lines=34_683, long_classes=0, long_files=0),
+    "dpcore": Size(lines=34_685, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=59_188, long_classes=0, long_files=17),
+    "tests": Size(lines=59_211, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 203_568, 399
+WRITTEN, WORDS = 203_704, 399
 
 
 def files(folder: str) -> Iterator[Path]:

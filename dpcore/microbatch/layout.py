@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from dpcore.errors import NoRuleError, NotLearnt, PrivacyError, UnsupportedError
 from dpcore.microbatch.looks import Look
 from dpcore.microbatch.memory import ran_out
+from dpcore.reduction import Sharded
 from dpcore.rerun.side_effects import SideEffects
 from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
@@ -357,9 +358,10 @@ class Layout:
         """Notes what a probe's pass has shown."""
         held = tape.made_bytes + sum(use.stash_bytes() for use in tape.uses)
         self.example_bytes = max(self.example_bytes, held / count)
-        held_by = {storage_of(p) for p in self.model.parameters()}  # by frozen ones, too: they are as soon gone
+        in_shards = isinstance(getattr(self.model, "reduction", None), Sharded)
+        held_by = {storage_of(p) for p in self.model.parameters()} if in_shards else ()  # frozen ones are gone as soon
         for use in tape.uses:
-            if isinstance(use, ThroughUse):
+            if isinstance(use, ThroughUse) and in_shards:
                 needing = [way for way in use.stands.values() if way.needs_values(held_by)]
                 self.read_back |= {names[root] for way in needing for root in way.roots}
             if isinstance(use, ModuleUse):
@@ -367,7 +369,7 @@ class Layout:
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)
                 batched = frozenset(use.call.batched)
                 fallback.batched = batched if fallback.batched is None else fallback.batched & batched
-                if type(use) is ModuleUse and not hasattr(self.model, "reduction"):  # of shards, which refuse it
+                if type(use) is ModuleUse and not in_shards:  # which refuse it
                     use.check_alone(fallback)
         for param in tape.uses.met:
             self.unmet.pop(param, None)

@@ -106,7 +106,7 @@ class Choices:
 
     @staticmethod
     def _key(uses: Sequence[Use]) -> tuple[Any, ...] | None:
-        """What the choices depend on: the uses, which of them share a parameter, kernels and measured costs."""
+        """Return what the choices depend on: the uses, which of them share a parameter, kernels and measured costs."""
         found: list[Any] = [native.available(), tuned.costs(_CPU)]
         for use in uses:
             kind = use.kind()

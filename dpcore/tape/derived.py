@@ -174,10 +174,10 @@ def _saves(node: Any, name: str, storages: Container[int]) -> bool:
     """Return whether a node of a graph has saved, under that name, a tensor with one of the storages."""
     try:
         values = flatten(getattr(node, name))[0]
-    except NotKept as error:
-        return error.storage in storages or isinstance(
-            getattr(node, f"_raw{name}"), tuple | list
-        )  # of several, the first
+    except NotKept as error:  # of several, the first
+        return error.storage in storages or isinstance(getattr(node, f"_raw{name}"), tuple | list)
+    except RuntimeError:  # changed in place since, say: nobody sees what it is
+        return True
     return any(isinstance(value, Tensor) and storage_of(value) in storages for value in values)
 
 

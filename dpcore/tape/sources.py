@@ -25,7 +25,7 @@ class Sources:
         self._trained = set(map(id, parameters))
         self._guards = guards
         self.derived: dict[int, Derivation] = {}
-        """What was computed from parameters alone."""
+        """Those computed from parameters alone, by identity."""
         self._stand_of: dict[int, Parameter] = {}
 
     def copy_of(self, other: Sources) -> None:

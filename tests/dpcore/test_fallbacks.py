@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpcore
-from dpcore import Engine, PrivacyEngine, reference
+from dpcore import Engine, PrivacyEngine, UnsupportedError, reference
 from tests.dpcore.comparison import odd_loss, relative_error
 
 EXAMPLES = 5
@@ -527,3 +527,26 @@ def test_a_second_pass_through_the_same_graph():
         torch.testing.assert_close(model.block.g.grad_sample, 2 * once)
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
+
+
+@pytest.mark.parametrize("name", ["", "reduction"])
+def test_a_module_that_mixes_examples_is_refused_whatever_its_model_calls_its_attributes(name):
+    """Models in shards have an attribute of that name."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 2))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x - x.mean(0)) * torch.view_as_complex(self.weight), n=6)
+
+    model = nn.Sequential(nn.Linear(6, 6), Mixing(), nn.Linear(6, 2))
+    if name:
+        model.__dict__[name] = "mean"
+    with pytest.warns(UserWarning, match="check_isolation=False"):
+        engine = Engine(
+            model, lambda o, y: F.cross_entropy(o, y, reduction="none"), max_grad_norm=1.0, check_isolation=False
+        )
+    with pytest.raises(UnsupportedError, match="depends on the others in the batch"):
+        engine.clipped_sum(torch.randn(8, 6), torch.arange(8) % 2)

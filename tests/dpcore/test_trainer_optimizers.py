@@ -1,4 +1,4 @@
-"""What a private Trainer does with its optimizer: another model, other steps, schedules, interruptions."""
+"""A private Trainer and its optimizer: another model, other steps, schedules, interruptions."""
 
 from __future__ import annotations
 
