@@ -56,7 +56,7 @@ def test_a_planted_tree_differs_by_its_fault_and_still_parses(name, tmp_path):
     assert files == {path.relative_to(tmp_path / "clean") for path in (tmp_path / "clean").rglob("*.py")}
     texts = {f: ((tmp_path / "clean" / f).read_text(), (tmp_path / "head" / f).read_text()) for f in files}
     changed = {str(f) for f, (clean, planted) in texts.items() if clean != planted}
-    assert changed == ({FAULTS[name].file} if FAULTS[name].file else set())
+    assert changed == set(FAULTS[name].texts)
     for file in changed:
         ast.parse((tmp_path / "head" / file).read_text())
 
