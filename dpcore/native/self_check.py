@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpcore import normals
+from dpcore.numerics.precision import full_precision
 
 TOLERANCE = 1e-4
 """Largest difference over the largest value: sums of float32 in another order differ by some 1e-6."""
@@ -29,8 +30,9 @@ def fault(library: ctypes.CDLL) -> str | None:
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
         getattr(library, name)(*pointers, *map(ctypes.c_int64, sizes), *map(ctypes.c_double, numbers))
 
-    # Not the user's default type or device; and no graph, mode or hook of theirs.
-    with torch.no_grad(), torch.device("cpu"), torch._C._DisableTorchDispatch():
+    # Not the user's default type, device or precision; and no graph, mode or hook of theirs.
+    modes = torch.autocast("cpu", enabled=False), full_precision(), torch._C._DisableTorchDispatch()
+    with torch.no_grad(), torch.device("cpu"), modes[0], modes[1], modes[2]:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:

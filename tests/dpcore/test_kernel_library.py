@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,22 @@ def test_every_level_computes_what_torch_does_and_the_same_noise_to_the_bit(fres
     found = [compiled(fresh, level, ["-O0"]) for level in levels.levels_here()]
     assert [self_check.fault(ctypes.CDLL(str(path))) for path in found] == [None] * len(found)
     assert len({noise(path) for path in found}) == 1
+
+
+@contextlib.contextmanager
+def products_of_bfloat16():
+    torch.set_float32_matmul_precision("medium")  # only where the processor has such products
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@NEEDS_A_COMPILER
+@pytest.mark.skipif(not levels.levels_here(), reason="no kernels for this processor")
+@pytest.mark.parametrize("user", [products_of_bfloat16, partial(torch.autocast, "cpu", dtype=torch.bfloat16)])
+def test_a_first_look_within_the_users_low_precision_keeps_the_kernels(user):
+    path = native.build()
+    with user():
+        assert self_check.fault(ctypes.CDLL(str(path))) is None
 
 
 @NEEDS_A_COMPILER
