@@ -17,7 +17,7 @@ from dpcore.microbatch.planner import Choice
 from dpcore.microbatch.sum_buffer import Buffer
 from dpcore.native.parts import Part, Parts
 from dpcore.numerics.precision import full_precision
-from dpcore.numerics.rounding import BLOCK, TOLERATED_WHEN_FORMED, SquaredNorm, gamma, side_by_side, squares
+from dpcore.numerics.rounding import TOLERATED_WHEN_FORMED, SquaredNorm, gamma, side_by_side, squares
 from dpcore.rules.linear import wide
 
 Groups = Mapping[Parameter, int]
@@ -220,7 +220,8 @@ def _measure_together(choices: Sequence[Choice], measured: Measured, batch_size:
     found = Parts(parts, targets, batch_size)
     measured.below_infinity = found.add_norms(measured.norms_sq)
     # Float64's own is far below; but what is released is to be the same with and without kernels.
-    measured.error = max(measured.error, gamma(BLOCK + 4, measured.norms_sq.dtype))
+    roundings = max(part.roundings for part in parts)
+    measured.error = max(measured.error, gamma(roundings, measured.norms_sq.dtype))
     measured.kept.append(Together(tuple(params), found, batch_size))
     return others
 

@@ -10,14 +10,16 @@ extern "C" void dpcore_contraction_clipped_sum(const float* g, const float* x, f
 
 // The gradients of one parameter for B examples, as a row of a table of numbers and addresses. ROWS: they are g [B, width],
 // ``stride`` apart. SUMS: the sums over the positions of g [B, positions, width], which are written to sums [B, width].
-// OUTER: the products g x^T of g [B, width] and x [B, columns].
+// OUTER: the products g x^T of g [B, width] and x [B, columns]. BAGS: g [B, width] in each of the rows that the ids
+// x [B, positions], int64, name among ``columns`` of the table, as often as they do.
 struct Part {
     int64_t kind, g, stride, width, positions, position_stride, sums, x, x_stride, columns, out, pitch;
     const float* g_of(int64_t b) const { return (const float*)(intptr_t)g + b * stride; }
     const float* x_of(int64_t b) const { return (const float*)(intptr_t)x + b * x_stride; }
+    const int64_t* ids_of(int64_t b) const { return (const int64_t*)(intptr_t)x + b * x_stride; }
     float* sums_of(int64_t b) const { return (float*)(intptr_t)sums + b * width; }
 };
-constexpr int64_t SUMS = 1, OUTER = 2;  // kinds beside ROWS, which are 0
+constexpr int64_t SUMS = 1, OUTER = 2, BAGS = 3;  // kinds beside ROWS, which are 0
 
 typedef double D __attribute__((vector_size(W * 4)));
 typedef float Half __attribute__((vector_size(W * 2)));
@@ -67,6 +69,37 @@ static void sum_positions(const Part& part, int64_t b) {
     }
 }
 
+// The sum over a bag's ids of how often each occurs, squared: the number of pairs of equal ones.
+static double equal_pairs(const int64_t* ids, int64_t count) {
+    int64_t pairs = count;
+    for (int64_t i = 1; i < count; ++i)
+        for (int64_t j = 0; j < i; ++j) pairs += 2 * (ids[i] == ids[j]);
+    return double(pairs);
+}
+
+// Adds g at its factor to the rows that each example's ids name. Returns how many of these are no rows, to which nothing was.
+static int64_t add_bags(const Part& part, const float* factors, int64_t batch) {
+    int64_t wrong = 0;
+    for (int64_t b = 0; b < batch; ++b) {
+        if (factors[b] == 0.0f) continue;
+        const float* g = part.g_of(b);
+        const V factor = all(factors[b]);
+        for (int64_t t = 0; t < part.positions; ++t) {
+            const int64_t id = part.ids_of(b)[t];
+            if (id < 0 || id >= part.columns) {
+                ++wrong;
+                continue;
+            }
+            float* row = (float*)(intptr_t)part.out + id * part.pitch;
+            for (int64_t j = 0; j < part.width; j += W) {
+                const int64_t left = part.width - j;
+                store(row + j, load(row + j, left) + factor * load(g + j, left), left);
+            }
+        }
+    }
+    return wrong;
+}
+
 // norms_sq[b] += the squared norm of example b over all parts. Returns whether all of these are then below infinity.
 extern "C" int64_t dpcore_add_norms_of_parts(const int64_t* table, float* norms_sq, int64_t count, int64_t batch,
                                              int64_t threads) {
@@ -84,9 +117,12 @@ extern "C" int64_t dpcore_add_norms_of_parts(const int64_t* table, float* norms_
                     total += squared(part.sums_of(b), part.width);
                 } else {
                     const double of_g = squared(part.g_of(b), part.width);
-                    total += part.kind == OUTER ? squared_product(of_g, squared(part.x_of(b), part.columns),
-                                                                  std::max(part.width, part.columns))
-                                                : of_g;
+                    if (part.kind == OUTER)
+                        total += squared_product(of_g, squared(part.x_of(b), part.columns), std::max(part.width, part.columns));
+                    else if (part.kind == BAGS)
+                        total += squared_product(of_g, equal_pairs(part.ids_of(b), part.positions), part.width);
+                    else
+                        total += of_g;
                 }
             }
             // The largest float; a number that is nearly the next one would be rounded to infinity, which is looked for below.
@@ -125,20 +161,24 @@ static void add_rows(const float* rows, int64_t stride, int64_t width, float* ou
 }
 
 // Adds the clipped sum of every part to its ``out``: [width], or of OUTER [width, columns] with rows ``pitch`` apart. An
-// example at a factor of 0 is left out, whatever its values.
-extern "C" void dpcore_add_parts(const int64_t* table, const float* factors, int64_t count, int64_t batch, int64_t threads) {
+// example at a factor of 0 is left out, whatever its values. Returns how many ids are none of their table.
+extern "C" int64_t dpcore_add_parts(const int64_t* table, const float* factors, int64_t count, int64_t batch, int64_t threads) {
     const Part* parts = (const Part*)table;
+    int64_t wrong = 0;
     for (int64_t k = 0; k < count; ++k) {
         const Part& part = parts[k];
         float* out = (float*)(intptr_t)part.out;
         if (part.kind == OUTER)
             dpcore_contraction_clipped_sum(part.g_of(0), part.x_of(0), out, factors, batch, 1, part.width, part.columns,
                                            part.stride, 0, part.x_stride, 0, part.pitch, threads);
+        else if (part.kind == BAGS)
+            wrong += add_bags(part, factors, batch);
         else if (part.kind == SUMS)
             add_rows(part.sums_of(0), part.width, part.width, out, factors, batch, threads);
         else
             add_rows(part.g_of(0), part.stride, part.width, out, factors, batch, threads);
     }
+    return wrong;
 }
 
 // Flat clipping by the arithmetic of torch's operators: factors = min(1, bound / norm), or 0 where a norm is no number below

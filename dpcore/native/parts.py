@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dpcore.errors import UnsupportedError
 from dpcore.native.library import function, kernels
+from dpcore.numerics.rounding import BLOCK
 
-ROWS, SUMS, OUTER = 0, 1, 2
+ROWS, SUMS, OUTER, BAGS = 0, 1, 2, 3
 FIELDS = 12
 """Numbers of a part in the kernels' table."""
 
@@ -25,7 +26,8 @@ class Part:
     """The gradients of one parameter for B examples, before they are summed: what two kernels need of them.
 
     ``kind`` ROWS: they are ``g`` [B, n], in the order of the parameter's memory. SUMS: they are the sums over the
-    positions of ``g`` [B, T, n]. OUTER: they are the products g xᵀ [n, m] of ``g`` [B, n] and ``x`` [B, m].
+    positions of ``g`` [B, T, n]. OUTER: they are the products g xᵀ [n, m] of ``g`` [B, n] and ``x`` [B, m]. BAGS: they
+    are ``g`` [B, n] in each row of a table that the ids ``x`` [B, T] name, as often as they do.
     """
 
     kind: int
@@ -47,11 +49,26 @@ class Part:
         """Return the products of ``g`` [B, n] and ``x`` [B, m]."""
         return cls(OUTER, g if g.stride(-1) == 1 else _dense_last(g), x if x.stride(-1) == 1 else _dense_last(x))
 
+    @classmethod
+    def bags(cls, g: Tensor, ids: Tensor) -> Part:
+        """Return those that are ``g`` [B, n] in the rows ``ids`` [B, T], int64."""
+        return cls(BAGS, _dense_last(g), _dense_last(ids))
+
+    @property
+    def roundings(self) -> int:
+        """Return a bound on those between a squared norm, taken in float64, and the square of what is added.
+
+        An example's gradient is multiplied by its factor and, k times in turn for an id that occurs k times, added:
+        each may round upwards, and the square doubles them.
+        """
+        return BLOCK + 4 if self.kind != BAGS or self.x is None else 2 * (self.x.shape[1] + 3) + 4
+
 
 class Parts:
     """Parts of the gradients of the same B examples, each with where its sum is: ``targets``, float32 on a CPU.
 
-    A target is [n] for ROWS and SUMS, and [n, m] for OUTER, one of whose dimensions is dense.
+    A target is [n] for ROWS and SUMS, [n, m] for OUTER, one of whose dimensions is dense, and [V, n] for BAGS, whose
+    rows are.
 
     Raises:
         ValueError: a part has not ``batch_size`` examples, or its target another size than its gradients.
@@ -71,7 +88,7 @@ class Parts:
             g, x, pitch, sums = part.g, part.x, 0, 0
             _check_sizes(part, out, batch_size)
             if x is not None:
-                if out.stride(1) != 1:
+                if out.stride(1) != 1 and part.kind == OUTER:
                     g, x, out = x, g, out.t()
                 if out.stride(1) != 1:
                     raise ValueError(f"A sum of strides {out.stride()} has no dense dimension.")
@@ -86,6 +103,8 @@ class Parts:
                 sums = made.data_ptr()
             of_g = g.data_ptr(), g.stride(0), g.shape[-1]
             of_x = (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.shape[1])
+            if part.kind == BAGS:
+                positions, of_x = of_x[2], (*of_x[:2], len(out))
             table.extend((part.kind, *of_g, positions, stride, sums, *of_x, out.data_ptr(), pitch))
         self._table, self._count = table, len(parts)
         self._read = [(tensor, tensor._version) for tensor in read]
@@ -120,10 +139,15 @@ class Parts:
                     "A layer's input, or the gradient at its output, was changed in place between the norms of the "
                     "gradients and their clipped sum; a clipping rule must leave them as they are."
                 )
-        self._call("dpcore_add_parts", factors.to(torch.float32).resolve_neg().contiguous())
+        wrong = self._call("dpcore_add_parts", factors.to(torch.float32).resolve_neg().contiguous())
         # Views count the changes of what they are views of.
         for target in {id(t if t._base is None else t._base): t for t in self._targets}.values():
             torch.autograd.graph.increment_version(target)
+        if wrong:  # by numpy, say, whose changes no tensor counts
+            raise UnsupportedError(
+                f"{wrong} ids of an embedding bag are no rows of its table any more: they were changed between the "
+                "forward pass and the clipped sum; hand out a batch's ids as a copy."
+            )
 
     def _call(self, name: str, numbers: Tensor) -> int:
         addresses = self._table.buffer_info()[0], numbers.data_ptr()
@@ -157,6 +181,8 @@ def _check_sizes(part: Part, out: Tensor, batch_size: int) -> None:
     g, x = part.g.shape, None if part.x is None else part.x.shape
     if x is None:
         fits = g[0] == batch_size and out.numel() == g[-1]
+    elif part.kind == BAGS:
+        fits = g[0] == x[0] == batch_size and out.dim() == 2 and out.shape[1] == g[-1]
     else:
         fits = g[0] == x[0] == batch_size and out.shape == (g[-1], x[-1])
     if not fits:

@@ -234,22 +234,25 @@ def _cross_entropy(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Te
 
 def _parts(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     rows, positions, left, right = randn(3, 83), randn(3, 70, 21), randn(3, 19), randn(3, 37)
-    made, outs = torch.empty(3, 21), (torch.ones(83), torch.ones(21), torch.ones(19, 37))
+    bags, ids = randn(3, 21), torch.tensor([[4, 1, 4, 4], [0, 2, 1, 0], [3, 3, 3, 3]])
+    made, outs = torch.empty(3, 21), (torch.ones(83), torch.ones(21), torch.ones(19, 37), torch.ones(5, 21))
     table = [
         (0, rows.data_ptr(), 83, 83, 0, 0, 0, 0, 0, 0, outs[0].data_ptr(), 0),
         (1, positions.data_ptr(), 70 * 21, 21, 70, 21, made.data_ptr(), 0, 0, 0, outs[1].data_ptr(), 0),
         (2, left.data_ptr(), 19, 19, 0, 0, 0, right.data_ptr(), 37, 37, outs[2].data_ptr(), 37),
+        (3, bags.data_ptr(), 21, 21, 4, 0, 0, ids.data_ptr(), 4, 5, outs[3].data_ptr(), 21),
     ]
     parts = torch.tensor(table, dtype=torch.int64)
     norms = torch.ones(3)
-    call("dpcore_add_norms_of_parts", (parts, norms), 3, 3, 1)
-    gradients = rows, positions.sum(1), left[:, :, None] * right[:, None]
+    call("dpcore_add_norms_of_parts", (parts, norms), 4, 3, 1)
+    of_bags = torch.nn.functional.one_hot(ids, 5).sum(1).float()[:, :, None] * bags[:, None]
+    gradients = rows, positions.sum(1), left[:, :, None] * right[:, None], of_bags
     found = torch.empty(2, 2)
     call("dpcore_clip_factors", (torch.tensor([0.5, 4.0]), *found), 2, numbers=(2.0, 0.5))
     yield "clip_factors", found, torch.tensor([[1.0, 0.5], [0.5, 0.25]])
     yield "add_norms_of_parts", norms, 1.0 + torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
     factors = torch.tensor([0.5, 0.0, 2.0])
-    call("dpcore_add_parts", (parts, factors), 3, 3, 1)
+    call("dpcore_add_parts", (parts, factors), 4, 3, 1)
     for out, g in zip(outs, gradients, strict=True):
         yield "add_parts", out, 1.0 + torch.tensordot(factors, g, dims=1)
 

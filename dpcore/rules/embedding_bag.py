@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from dpcore import native
 from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.native.parts import Part
 from dpcore.numerics.rounding import SquaredNorm, gamma, squares, trusted
 from dpcore.rules.embedding import add_rows, add_rows_of_bags, add_weighted_rows
 from dpcore.rules.linear import wide
@@ -139,6 +141,13 @@ class EqualBagUse(Use):
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         g, ids = self._parts()
         add_rows_of_bags(out, ids, g * (factors * self.coefficient).unsqueeze(1))
+
+    def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
+        g, ids = self.grad, self._ids.get(self.name)
+        assert g is not None
+        if not native.are_plain(g) or not param.is_contiguous():
+            return None
+        return Part.bags(g if self.coefficient == 1.0 else g * self.coefficient, ids)
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return True

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcore import native
+from dpcore.errors import UnsupportedError
 from dpcore.native.parts import Part, Parts
 from dpcore.native.products import Product, Products
 from dpcore.rules.recurrent_loops import GruRecurrence, RnnRecurrence, Steps
@@ -208,3 +209,32 @@ def test_parts_of_many_parameters(batch, positions, width, columns, values, offs
     for out, part in zip(outs, gradients, strict=True):
         same(out, 0.5 * part[finite].sum(0), "normal" if values == "nan" else values)
     assert not memory[:offset].any() and not memory[offset + len(used) :].any()
+
+
+@given(st.integers(0, 20), st.integers(1, 32), st.integers(1, 70), st.integers(1, 9), VALUES, st.integers(0, 3))
+@settings(max_examples=25)
+def test_bags_of_ids(batch, length, width, rows, values, offset):
+    g = tensor((batch, width), values, offset, 1)
+    ids = torch.randint(rows, (batch, length), generator=torch.Generator().manual_seed(batch))
+    memory = torch.zeros(rows * width + offset + 8)
+    out = memory[offset : offset + rows * width].view(rows, width)
+    parts, norms_sq = Parts([Part.bags(g, ids)], [out], batch), torch.zeros(batch)
+    below = parts.add_norms(norms_sq)
+    gradients = torch.nn.functional.one_hot(ids, rows).sum(1)[:, :, None].double() * g.double()[:, None]
+    finite = g.isfinite().all(1)
+    assert not norms_sq[~finite].isfinite().any() and below == bool((norms_sq < torch.inf).all())
+    if values in ("normal", "tiny"):
+        torch.testing.assert_close(norms_sq.double(), gradients.flatten(1).square().sum(1), rtol=1e-5, atol=1e-6)
+    parts.add_sums(torch.where(finite, 0.5, 0.0))
+    same(out, 0.5 * gradients[finite].sum(0).float(), "normal" if values == "nan" else values)
+    assert not memory[:offset].any() and not memory[offset + rows * width :].any()
+
+
+def test_ids_that_became_no_rows_are_refused_and_touch_nothing():
+    ids, out = torch.tensor([[0, 2], [1, 1]]), torch.zeros(3, 5)
+    parts = Parts([Part.bags(torch.ones(2, 5), ids)], [out], 2)
+    parts.add_norms(torch.zeros(2))
+    ids.numpy()[1] = -1, 3  # which no tensor counts
+    with pytest.raises(UnsupportedError, match="2 ids of an embedding bag are no rows of its table any more"):
+        parts.add_sums(torch.ones(2))
+    torch.testing.assert_close(out, torch.tensor([1.0, 0.0, 1.0])[:, None].expand(3, 5))
