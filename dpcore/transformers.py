@@ -38,6 +38,7 @@ from dpcore.task_losses import (
 )
 from dpcore.trainer_checks import (
     check_arguments,
+    check_names,
     check_numbered,
     check_unchanged,
     keep_checkpoints_between_batches,
@@ -71,7 +72,7 @@ class DPTrainerMixin:
         *args: The Trainer's arguments.
         engine: Keeps the budget; ``engine.get_epsilon(delta)`` reads it.
         privacy: The arguments of :meth:`PrivacyEngine.make_private`, or, where it has "target_epsilon", those of
-            :meth:`PrivacyEngine.make_private_with_epsilon`; "epochs" are then those of the training arguments.
+            :meth:`PrivacyEngine.make_private_with_epsilon`; its "epochs" are those of the training arguments.
             "max_physical_batch_size" is the pieces' size where it is not ``per_device_train_batch_size``; "auto" plans
             it by time and memory.
         **kwargs: The Trainer's arguments.
@@ -79,6 +80,7 @@ class DPTrainerMixin:
     Raises:
         UnsupportedError: the training arguments ask for what cannot be done privately, the data set is an iterable, or
             the Trainer has a loss of its own that training would not use.
+        TypeError: ``privacy`` has a name that nothing would read.
         ValueError: the pieces' size is below 1.
     """
 
@@ -86,6 +88,7 @@ class DPTrainerMixin:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         check_arguments(trainer.args, _own_loss_function(trainer))
+        check_names(engine, privacy)
         _check_privacy(self, privacy)
         check_processes(trainer.accelerator)
         _check_loss(self)
@@ -342,7 +345,7 @@ class DPTrainerMixin:
         if "target_epsilon" in privacy:
             make = self.engine.make_private_with_epsilon
             rate = privacy.get("sample_rate")
-            privacy.setdefault("epochs", self._epochs(len(whole) if rate is None else steps_per_epoch(rate)))
+            privacy["epochs"] = self._epochs(len(whole) if rate is None else steps_per_epoch(rate))
         self._hooks, self._private_optimizer, self._private_loader = make(
             module=trainer.model.train(), optimizer=trainer.optimizer, data_loader=whole, **privacy
         )
