@@ -23,8 +23,8 @@ def warn_caller(message: str) -> None:
 TRAINERS = {
     "transformers": "use dpcore.transformers.DPTrainer",
     "lightning": "use dpcore.lightning.DPLightningDataModule",
-    "accelerate": "call dpcore.accelerate.prepare(accelerator, engine, module=..., optimizer=..., data_loader=..., ...) "
-    "in the place of both make_private and accelerator.prepare, which undo each other in either order",
+    "accelerate": "call dpcore.accelerate.prepare(accelerator, engine, module=..., optimizer=..., data_loader=..., "
+    "...) in the place of both make_private and accelerator.prepare, which undo each other in either order",
 }
 """Libraries that build loaders of their own, and what to do with each."""
 

@@ -50,6 +50,7 @@ try:
     from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 
     import transformers
+    from dpcore.trainer_rounds import Rounds
 except ImportError as error:
     raise ImportError("dpcore.transformers needs transformers; install it with: pip install transformers") from error
 
@@ -108,6 +109,7 @@ class DPTrainerMixin:
         self._data: Any = None
         self._knows_loss = False
         keep_checkpoints_between_batches(trainer)
+        trainer.callback_handler.callbacks.insert(0, Rounds(trainer))  # before all that read the epoch
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
         # the loader goes on by itself where a checkpoint was written.
         self._pieces = trainer.args.gradient_accumulation_steps

@@ -76,6 +76,7 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     def saving(folder, **options):
         privacy = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0}
         options |= {"save_strategy": "steps", "save_steps": 7, "save_total_limit": 9, "folder": folder}
+        options["logging_steps"] = 3
         made = trainer(model="lora", privacy=privacy, **options)
         return made.engine, made
 
@@ -91,6 +92,8 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     assert resumed.accountant.history == whole.accountant.history
     first, second = state(run.model), state(again.model)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    epochs = [[line["epoch"] for line in made.state.log_history] for made in (run, again)]
+    assert epochs[1] == pytest.approx(epochs[0]) and again.state.epoch == pytest.approx(1.0)
     (checkpoint / STATE).unlink()
     with pytest.raises(PrivacyError, match="budget would be counted anew"):
         saving(tmp_path / "blind")[1].train(resume_from_checkpoint=str(checkpoint))
