@@ -81,16 +81,14 @@ class DPTrainerMixin:
     Raises:
         UnsupportedError: the training arguments ask for what cannot be done privately, the data set is an iterable, or
             the Trainer has a loss of its own that training would not use.
-        TypeError: ``privacy`` has a name that nothing would read.
-        ValueError: the pieces' size is below 1.
+        TypeError, ValueError: ``privacy`` has a name that nothing would read, or pieces of a size below 1.
     """
 
     def __init__(self, *args: Any, engine: PrivacyEngine, privacy: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         check_arguments(trainer.args, _own_loss_function(trainer))
-        check_names(engine, privacy)
-        _check_privacy(self, privacy)
+        _check_privacy(self, engine, privacy)
         check_processes(trainer.accelerator)
         _check_loss(self)
         check_numbered(trainer.train_dataset)
@@ -169,9 +167,8 @@ class DPTrainerMixin:
             if together is not None:
                 self._knows_loss = bool(together.least(self._knows_loss))
         model.train()
-        if callable(
-            getattr(trainer.optimizer, "train", None)
-        ):  # one without a schedule, as the Trainer's own step does
+        # One without a schedule is told, as the Trainer's own step does.
+        if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         for piece in self._cutter.pieces_of(inputs):
             if not rows and together is None:
@@ -462,12 +459,13 @@ def _own_loss_function(trainer: Any) -> Any:
     return None if str(getattr(function, "__module__", "")).split(".")[0] == "trl" else function
 
 
-def _check_privacy(trainer: Any, privacy: Mapping[str, Any]) -> None:
+def _check_privacy(trainer: Any, engine: PrivacyEngine, privacy: Mapping[str, Any]) -> None:
     """Refuse arguments of make_private that have no place in a Trainer.
 
     Raises:
-        UnsupportedError: with the argument, the reason and the remedy.
+        UnsupportedError, TypeError: with the argument, the reason and the remedy.
     """
+    check_names(engine, privacy)
     if privacy.get("grad_sample_mode") == "ghost" or privacy.get("wrap_model", False):
         raise UnsupportedError(
             "A Trainer has no place for the criterion of grad_sample_mode='ghost' or the wrapper of wrap_model=True, "
