@@ -20,13 +20,18 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-TRAINERS = {"transformers": "DPTrainer", "lightning": "DPLightningDataModule", "accelerate": "prepare"}
-"""Libraries that build loaders of their own, and what of dpcore's module of the same name works with each."""
+TRAINERS = {
+    "transformers": "use dpcore.transformers.DPTrainer",
+    "lightning": "use dpcore.lightning.DPLightningDataModule",
+    "accelerate": "call dpcore.accelerate.prepare(accelerator, engine, module=..., optimizer=..., data_loader=..., "
+    "...) in the place of both make_private and accelerator.prepare, which undo each other in either order",
+}
+"""Libraries that build loaders of their own, and what to do with each."""
 
 
 def trainer_hint() -> str:
     """Return the recipes for the training libraries that are imported, of which any may run the loop."""
-    recipes = [f"with {name} use dpcore.{name}.{recipe}" for name, recipe in TRAINERS.items() if name in sys.modules]
+    recipes = [f"with {name} {recipe}" for name, recipe in TRAINERS.items() if name in sys.modules]
     if not recipes:
         return ""
     return f" If a training library runs the loop, it uses a module or a loader of its own: {', '.join(recipes)}."

@@ -61,6 +61,7 @@ INSTEAD = {
     "noise": "it comes from the engine's seed, or from PrivacyEngine(secure_mode=True)",
     "module": "the module is recorded by make_private itself",
     "ranks": "the processes are those of the module's wrapper",
+    **dict.fromkeys(("epochs", "target_epsilon", "target_delta"), "make_private_with_epsilon() plans noise by it"),
 }
 """Arguments that are set by make_private itself, or have another name, and what to do instead of passing them."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from dpcore.arguments import did_you_mean
 from dpcore.errors import UnsupportedError
+from dpcore.private_settings import HINTS
 
 
 def check_numbered(dataset: Any) -> None:
@@ -66,6 +70,33 @@ def check_arguments(args: Any, loss: Any) -> None:
     for asked, reason in refused:
         if asked:
             raise UnsupportedError(reason)
+
+
+def check_names(engine: Any, privacy: Mapping[str, Any]) -> None:
+    """Refuse names in ``privacy`` that nothing would read, or that the Trainer sets itself.
+
+    Raises:
+        TypeError: with the name, the rule and the remedy.
+    """
+    planned = "target_epsilon" in privacy
+    make = engine.make_private_with_epsilon if planned else engine.make_private
+    known = {*inspect.signature(make).parameters, *HINTS} - {"options"}
+    instead = {
+        "epochs": "the rounds are those of the training arguments; set num_train_epochs or max_steps there",
+        **dict.fromkeys(("module", "optimizer", "data_loader"), "the Trainer gives its own; leave it out"),
+    }
+    if planned:
+        instead["noise_multiplier"] = "the noise follows from target_epsilon; leave one of the two out"
+    else:
+        instead["target_delta"] = "it belongs to a budget; give target_epsilon, too, and no noise_multiplier"
+    for name in privacy:
+        if name in instead:
+            raise TypeError(f"privacy of a DPTrainer takes no {name!r}: {instead[name]}.")
+        if name not in known:
+            raise TypeError(
+                f"privacy of a DPTrainer takes no {name!r}: it holds arguments of {make.__name__}(); leave it out."
+                f"{did_you_mean(name, known - instead.keys())}"
+            )
 
 
 def check_unchanged(args: Any) -> None:

@@ -38,6 +38,7 @@ from dpcore.task_losses import (
 )
 from dpcore.trainer_checks import (
     check_arguments,
+    check_names,
     check_numbered,
     check_unchanged,
     keep_checkpoints_between_batches,
@@ -49,6 +50,7 @@ try:
     from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 
     import transformers
+    from dpcore.trainer_rounds import Rounds
 except ImportError as error:
     raise ImportError("dpcore.transformers needs transformers; install it with: pip install transformers") from error
 
@@ -71,7 +73,7 @@ class DPTrainerMixin:
         *args: The Trainer's arguments.
         engine: Keeps the budget; ``engine.get_epsilon(delta)`` reads it.
         privacy: The arguments of :meth:`PrivacyEngine.make_private`, or, where it has "target_epsilon", those of
-            :meth:`PrivacyEngine.make_private_with_epsilon`; "epochs" are then those of the training arguments.
+            :meth:`PrivacyEngine.make_private_with_epsilon`; its "epochs" are those of the training arguments.
             "max_physical_batch_size" is the pieces' size where it is not ``per_device_train_batch_size``; "auto" plans
             it by time and memory.
         **kwargs: The Trainer's arguments.
@@ -79,14 +81,14 @@ class DPTrainerMixin:
     Raises:
         UnsupportedError: the training arguments ask for what cannot be done privately, the data set is an iterable, or
             the Trainer has a loss of its own that training would not use.
-        ValueError: the pieces' size is below 1.
+        TypeError, ValueError: ``privacy`` has a name that nothing would read, or pieces of a size below 1.
     """
 
     def __init__(self, *args: Any, engine: PrivacyEngine, privacy: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         check_arguments(trainer.args, _own_loss_function(trainer))
-        _check_privacy(self, privacy)
+        _check_privacy(self, engine, privacy)
         check_processes(trainer.accelerator)
         _check_loss(self)
         check_numbered(trainer.train_dataset)
@@ -105,6 +107,7 @@ class DPTrainerMixin:
         self._data: Any = None
         self._knows_loss = False
         keep_checkpoints_between_batches(trainer)
+        trainer.callback_handler.callbacks.insert(0, Rounds(trainer))  # before all that read the epoch
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
         # the loader goes on by itself where a checkpoint was written.
         self._pieces = trainer.args.gradient_accumulation_steps
@@ -164,9 +167,8 @@ class DPTrainerMixin:
             if together is not None:
                 self._knows_loss = bool(together.least(self._knows_loss))
         model.train()
-        if callable(
-            getattr(trainer.optimizer, "train", None)
-        ):  # one without a schedule, as the Trainer's own step does
+        # One without a schedule is told, as the Trainer's own step does.
+        if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         for piece in self._cutter.pieces_of(inputs):
             if not rows and together is None:
@@ -342,7 +344,7 @@ class DPTrainerMixin:
         if "target_epsilon" in privacy:
             make = self.engine.make_private_with_epsilon
             rate = privacy.get("sample_rate")
-            privacy.setdefault("epochs", self._epochs(len(whole) if rate is None else steps_per_epoch(rate)))
+            privacy["epochs"] = self._epochs(len(whole) if rate is None else steps_per_epoch(rate))
         self._hooks, self._private_optimizer, self._private_loader = make(
             module=trainer.model.train(), optimizer=trainer.optimizer, data_loader=whole, **privacy
         )
@@ -457,12 +459,13 @@ def _own_loss_function(trainer: Any) -> Any:
     return None if str(getattr(function, "__module__", "")).split(".")[0] == "trl" else function
 
 
-def _check_privacy(trainer: Any, privacy: Mapping[str, Any]) -> None:
+def _check_privacy(trainer: Any, engine: PrivacyEngine, privacy: Mapping[str, Any]) -> None:
     """Refuse arguments of make_private that have no place in a Trainer.
 
     Raises:
-        UnsupportedError: with the argument, the reason and the remedy.
+        UnsupportedError, TypeError: with the argument, the reason and the remedy.
     """
+    check_names(engine, privacy)
     if privacy.get("grad_sample_mode") == "ghost" or privacy.get("wrap_model", False):
         raise UnsupportedError(
             "A Trainer has no place for the criterion of grad_sample_mode='ghost' or the wrapper of wrap_model=True, "

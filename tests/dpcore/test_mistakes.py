@@ -464,6 +464,7 @@ def test_inference_mode_in_which_every_gradient_would_be_zero_is_refused(compile
         ("secure_mode", True, r"PrivacyEngine\(secure_mode=True\)"),
         ("generator", torch.Generator(), "noise_generator="),
         ("noise", None, "from the engine's seed"),
+        ("epochs", 3, r"make_private_with_epsilon\(\)"),
     ],
 )
 def test_what_make_private_sets_itself_is_not_ignored_where_it_is_passed(name, value, remedy):

@@ -74,8 +74,9 @@ def test_a_trainer_in_bfloat16_ends_near_transformers_own(tmp_path):
 
 def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     def saving(folder, **options):
-        privacy = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0, "epochs": 1}
+        privacy = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0}
         options |= {"save_strategy": "steps", "save_steps": 7, "save_total_limit": 9, "folder": folder}
+        options["logging_steps"] = 3
         made = trainer(model="lora", privacy=privacy, **options)
         return made.engine, made
 
@@ -91,13 +92,30 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
     assert resumed.accountant.history == whole.accountant.history
     first, second = state(run.model), state(again.model)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    epochs = [[line["epoch"] for line in made.state.log_history] for made in (run, again)]
+    assert epochs[1] == pytest.approx(epochs[0]) and again.state.epoch == pytest.approx(1.0)
     (checkpoint / STATE).unlink()
     with pytest.raises(PrivacyError, match="budget would be counted anew"):
         saving(tmp_path / "blind")[1].train(resume_from_checkpoint=str(checkpoint))
-    beyond, longer = saving(tmp_path / "longer", max_steps=STEPS + 1)
     with pytest.raises(BudgetError):
-        longer.train()
-    assert len(beyond.accountant) == STEPS
+        run.train()
+    assert len(whole.accountant) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("privacy", "why"),
+    [
+        (NOISY | {"epochs": 3}, "no 'epochs': the rounds are those of the training arguments; set num_train_epochs"),
+        ({"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0, "epochs": 3}, "no 'epochs': the rounds"),
+        (NOISY | {"target_epsilon": 3.0, "target_delta": 1e-3}, "no 'noise_multiplier': the noise follows from"),
+        (NOISY | {"target_delta": 1e-3}, "no 'target_delta': it belongs to a budget; give target_epsilon"),
+        (NOISY | {"optimizer": None}, "no 'optimizer': the Trainer gives its own"),
+        (NOISY | {"max_grad_nrom": 2.0}, "no 'max_grad_nrom': .* leave it out. Did you mean 'max_grad_norm'"),
+    ],
+)
+def test_a_name_that_nothing_reads_is_refused_before_training(privacy, why, trainer):
+    with pytest.raises(TypeError, match=why):
+        trainer(privacy=privacy)
 
 
 def test_a_checkpoint_that_a_signal_asks_for_is_saved_behind_the_step(tmp_path, trainer):

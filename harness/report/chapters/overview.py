@@ -143,4 +143,4 @@ def _fastest(tables: Tables, told: Sequence[tuple[str, Standing, float]], everyw
 
 
 def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    return " and ".join(filter(None, (("; " if "," in "".join(words) else ", ").join(words[:-1]), words[-1])))

@@ -68,6 +68,17 @@ def test_the_fastest_is_said_to_be_only_where_rounds_tell_it_from_every_other():
     assert "a-x, 1.01 s per epoch; cannot be told from c-x (time ratio 0.24 [" in told
 
 
+def test_tasks_whose_titles_hold_commas_are_set_apart():
+    records = [
+        factory.record(task=task, framework=name, variant="x", seconds=[second + r / 100], round=r)
+        for task in ("mnist-cnn", "gpt2-lm", "vit")
+        for name, second in (("a", 1.0), ("b", 2.0), ("c", 3.0))
+        for r in range(3)
+    ] + [factory.record(framework="a", variant="x", seconds=[1.0], task="imdb-lstm")]
+    sentence = markdown.page(contents.build(records)).split("**")[1]
+    assert "MNIST CNN; GPT-2, 4 layers of 128, from scratch on the Brown corpus and ViT, 4 layers" in sentence, sentence
+
+
 @pytest.mark.parametrize(
     ("rounds", "disturbed", "why"), [(2, (), "n = 2)."), (3, (0, 1, 2), "n = 3, disturbed)."), (1, (), "n = 1).")]
 )
