@@ -63,6 +63,13 @@ def is_lost(run: Run, job: Job, record: Record) -> bool:
     return is_open and not Path(str(run.request(job).snapshot)).exists()
 
 
+def with_weights(result: Result, request: Request) -> Result:
+    """Return the result of a memory process; another state where it left no weights, with which no time counts."""
+    if result.state != "ok" or Path(str(request.snapshot)).exists():
+        return result
+    return _as(result, "crashed", "the memory process left no weights to compare the timed ones with.")
+
+
 def settle(run: Run, job: Job, log: Log) -> None:
     """Compare the time that has waited for this memory process, if one has. Where they differ, neither counts: nobody
     knows which of them trained as it should. Where there is no replay, the time has none, and counts as little."""
