@@ -226,8 +226,6 @@ class Run(Session[Options, Contestant, Job, Request]):
         replayed = replays.replayed(self, job) if is_compared else None
         if is_compared and result.state == "ok":
             result = replays.after_first_steps(result, request, replayed, job.contestant.variant.own_replays)
-        if job.purpose == "memory" and self.options.time:
-            result = replays.with_weights(result, request)
         if request.checked is not None and result.state == "ok":
             result = replays.at_steps_drawn(result, request, lambda: replays.step_reference(self.backend, request, log))
         accuracy = _accuracy(self.backend, request, result, job.cell.name, log)
@@ -251,10 +249,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         if lost is not None and job.purpose == "time":
             reason = f"its memory process, which is its untimed replay, ended as {lost.state}: {lost.reason}"
             return Result(lost.state, reason, log_tail=lost.log_tail, interrupted=lost.interrupted)
-        first = self.folder.read(self.record_name(replace(job, round=0))) if job.purpose == "time" else None
-        if first is not None and job.round and held.is_held(first):
-            return Result("crashed", f"as in round 1: {first.reason}", interrupted=True)
-        return None
+        return replays.unchecked(self, job)
 
     def _remember(self, job: Job, record: Record) -> None:
         if record.state != "ok" and job.purpose == "memory":
