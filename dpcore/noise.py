@@ -71,6 +71,8 @@ class GaussianNoise:
     """Whose steps have drawn."""
     _source: object = None
     """An identity, which neither copies nor those that went on from the same state have."""
+    _newest: tuple[int, int] = -1, -1
+    """The seed and the number of the last step that has drawn."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         if seed is None:
@@ -85,7 +87,7 @@ class GaussianNoise:
         self._template: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("seed", "_user", "_generators", "_template", "_source")
+        own = ("seed", "_user", "_generators", "_template", "_source", "_newest")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,7 +98,8 @@ class GaussianNoise:
         """Let the next step of ``user`` draw; with a warning where another run of this process has drawn its noise.
 
         Raises:
-            PrivacyError: steps of another user have drawn from this source, which has a step of the same number.
+            PrivacyError: steps of another user have drawn from this source, which has a step of the same number; or the
+                user's number of steps was set back.
         """
         if self._user is None:
             self._user = weakref.ref(user)
@@ -110,9 +113,20 @@ class GaussianNoise:
             self._note(user.steps)
 
     def _note(self, step: int) -> None:
-        """Note that a step draws, and say so where a run from the same state has drawn this one's noise already."""
+        """Note that a step draws, and say so where a run from the same state has drawn this one's noise already.
+
+        Raises:
+            PrivacyError: a later step of the same run has drawn, so that this one's number was set back.
+        """
         self._source = self._source or object()
         last, source = _LAST.get((self.seed, self.rank), (-1, self._source))
+        of, newest = self._newest
+        if of == self.seed and step < newest:  # an attempt that failed comes again under the same number
+            raise PrivacyError(
+                f"This is step {step}, and step {newest} of the same run was made: steps was set back, and noise that "
+                "is on another gradient would be added again, which lays their difference bare. Leave steps as it is; "
+                "to begin anew take another source of noise, GaussianNoise()."
+            )
         if source is not self._source and step <= last:
             warn_caller(
                 "Another run of this process went on from the same checkpoint and has drawn the noise that this step "
@@ -120,6 +134,7 @@ class GaussianNoise:
                 "models. To train both, load the state_dict() of module and private optimizer in place of the "
                 "checkpoint: the second run then has noise of its own, and counts what the first steps have spent.",
             )
+        self._newest = self.seed, step
         if step > last or source is not self._source:
             _LAST[self.seed, self.rank] = max(step, last), self._source
 

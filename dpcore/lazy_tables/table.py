@@ -43,7 +43,7 @@ class Table:
         self._noise = noise
         self._states = states
         self._parts = [parameter.data]
-        self._mask = torch.full((1, 1), float("nan")).expand(parameter.shape)
+        self._mask = _mask_of(parameter)
         self._done = torch.zeros(0, dtype=torch.int32)
         self.is_hidden = False
 
@@ -54,7 +54,8 @@ class Table:
             if self.parameter.data_ptr() == self._parts[0].data_ptr():
                 self.show(False)  # Ctrl-C ended a call that read the table.
                 seen[0] = self.parameter.data
-            if any(tensor is None or tensor.data_ptr() != self._mask.data_ptr() for tensor in seen):
+            is_masked = all(tensor is not None and tensor.data_ptr() == self._mask.data_ptr() for tensor in seen)
+            if not is_masked or not self._mask[:1, :1].isnan().all():  # zero_() alone writes to one number for all
                 raise PrivacyError(
                     "A table was moved, or its values or their momentum were replaced, while rows waited for their "
                     "noise; call flush() of the engine before that."
@@ -65,6 +66,7 @@ class Table:
         # Of its own: whoever kept the values (a state, a view, a checkpoint) must not see rows that wait.
         self._parts = [torch.zeros_like(self.parameter) if found is None else found.clone() for found in seen]
         self._done = torch.full((len(self._mask),), steps, dtype=torch.int32)
+        self._mask = _mask_of(self.parameter)  # the last one may have been written to
         # An interruption from here on is one in which a table was replaced: flush() gives the values back.
         self.is_hidden = True
         self._momentum = self._mask
@@ -240,6 +242,11 @@ def _noise(step: Step, places: Tensor, width: int, start: int) -> Tensor:
     noise = torch.zeros(len(places), width)
     add_noise(noise, torch.full((len(places),), step.std, dtype=torch.float64), step.name, places, start)
     return noise
+
+
+def _mask_of(parameter: Parameter) -> Tensor:
+    """Return NaN in its shape, of one number."""
+    return torch.full((1, 1), float("nan")).expand(parameter.shape)
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -6,9 +6,10 @@ returns, so that every loader over such a data set has units of K rows in its ba
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,8 @@ class Users(UnitDataset):
 
     def __init__(self, dataset: Any, user_id: Sequence[Hashable], rows_per_unit: Any, sample: bool) -> None:
         super().__init__(dataset, rows_per_unit)
-        if isinstance(user_id, str | bytes) or not hasattr(user_id, "__iter__") or getattr(user_id, "ndim", 1) == 0:
+        is_list = hasattr(user_id, "__iter__") and not isinstance(user_id, str | bytes | Mapping | Set)
+        if not is_list or getattr(user_id, "ndim", 1) == 0:
             raise TypeError(
                 f"user_id is {user_id!r}; it must be a list, an array or a tensor that says whose each row of the data "
                 "set is, an entry for every row."
@@ -109,6 +111,7 @@ class Users(UnitDataset):
                 f"user_id has {len(ids)} entries for {len(dataset)} rows of the data set; give one for every row, in "
                 "their order."
             )
+        ids = [user.item() if isinstance(user, Tensor | np.ndarray) and not user.ndim else user for user in ids]
         missing = next((row for row, user in enumerate(ids) if _is_missing(user)), None)
         if missing is not None:
             raise ValueError(
@@ -143,10 +146,13 @@ class Users(UnitDataset):
 
 
 def _is_missing(user: Any) -> bool:
-    """Return whether an id is none: None, NaN, or nothing that can be looked up."""
+    """Return whether an id is none: None, NaN, or nothing that is found again by its value."""
+    if isinstance(user, int | str | bytes):
+        return False
     try:
-        return user is None or hash(user) is None or bool(user != user)
-    except TypeError:
+        # Objects that are equal to themselves alone (a tensor, one without __eq__) would be a user for every row.
+        return user is None or bool(user != user) or {user} != {copy.deepcopy(user)}
+    except Exception:  # whatever an object of the user's says to this
         return True
 
 
@@ -183,7 +189,8 @@ def users(dataset: Any, user_id: Sequence[Hashable], K: int, *, sample: bool = T
 
     Args:
         dataset: A map-style data set.
-        user_id: Whose each row is: a list, array or tensor with an entry for every row of the data set.
+        user_id: Whose each row is: a list, array or tensor with an entry for every row of the data set. Ids are equal
+            by value.
         K: How many rows of a user are in a batch, at least 1.
         sample: Whether these are drawn anew each time, at random and without replacement; False: the user's first ones.
 

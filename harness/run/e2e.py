@@ -249,7 +249,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         if lost is not None and job.purpose == "time":
             reason = f"its memory process, which is its untimed replay, ended as {lost.state}: {lost.reason}"
             return Result(lost.state, reason, log_tail=lost.log_tail, interrupted=lost.interrupted)
-        return None
+        return replays.unchecked(self, job)
 
     def _remember(self, job: Job, record: Record) -> None:
         if record.state != "ok" and job.purpose == "memory":

@@ -63,6 +63,15 @@ def is_lost(run: Run, job: Job, record: Record) -> bool:
     return is_open and not Path(str(run.request(job).snapshot)).exists()
 
 
+def unchecked(run: Run, job: Job) -> Result | None:
+    """Return why a time would count that nothing is compared with: only the first round's is, and it is not right."""
+    is_later = job.purpose == "time" and job.round > 0
+    first = run.folder.read(run.record_name(replace(job, round=0))) if is_later else None
+    if first is None or first.state == "ok":
+        return None
+    return Result(first.state, f"as in round 1: {first.reason}", interrupted=first.interrupted)
+
+
 def settle(run: Run, job: Job, log: Log) -> None:
     """Compare the time that has waited for this memory process, if one has. Where they differ, neither counts: nobody
     knows which of them trained as it should. Where there is no replay, the time has none, and counts as little."""
@@ -70,7 +79,9 @@ def settle(run: Run, job: Job, log: Log) -> None:
     if time is None or memory is None:
         return
     refused, weights = run.refusal(timed), replayed(run, timed)
-    if refused.interrupted if refused else (weights is None or is_lost(run, timed, time)):
+    if refused is None and weights is None:
+        refused = Result("crashed", "the memory process left no weights to compare the timed ones with.")
+    if refused.interrupted if refused else is_lost(run, timed, time):
         return  # the next run makes again what is lost
     found = refused or after_first_steps(
         Result("ok", timed=time.timed), run.request(timed), weights, job.contestant.variant.own_replays

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from dpcore import Engine, GaussianNoise
+from dpcore import Engine, GaussianNoise, PrivacyError
 from dpcore.noise import SecureNoise, grid_spacing
 from tests.dpcore.comparison import odd_loss
 
@@ -201,6 +201,17 @@ def test_a_resume_repeats_no_noise_and_skips_none():
     resumed.noise.load_state_dict(first.noise.state_dict())
     resumed.steps = first.steps
     assert torch.equal(torch.cat([start, _released(resumed, 3)]), whole)
+
+
+def test_a_number_of_steps_that_was_set_back_is_refused():
+    """The noise of a secret seed hid one gradient, and would hide another one: their difference has none."""
+    engine = _engine(noise_multiplier=1.0, noise=GaussianNoise())
+    _released(engine, 3)
+    engine.steps = 1
+    with pytest.raises(PrivacyError, match="This is step 1, and step 2 of the same run was made"):
+        _released(engine, 1)
+    engine.steps = 3
+    _released(engine, 1)
 
 
 def test_secure_noise_is_normal_fresh_and_independent():

@@ -3,6 +3,7 @@
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -286,20 +287,27 @@ def test_what_cannot_be_units_is_refused():
         (lambda: dpcore.users(data(), "user", 2), "user_id is 'user'; it must be a list"),
         (lambda: dpcore.users(data(), None, 2), "user_id is None; it must be a list"),
         (lambda: dpcore.users(data(), torch.tensor(3), 2), "user_id is .*; it must be a list"),
+        (lambda: dpcore.users(data(), {row: row % 3 for row in range(30)}, 2), "user_id is .*; it must be a list"),
     ],
-    ids=["transform", "order", "loader", "users-of-a-loader", "name", "none", "scalar"],
+    ids=["transform", "order", "loader", "users-of-a-loader", "name", "none", "scalar", "by-row"],
 )
 def test_what_is_no_transform_no_data_set_and_no_ids(make, sentence):
     with pytest.raises(TypeError, match=sentence):
         make()
 
 
-@pytest.mark.parametrize("missing", [None, float("nan"), ["a"]])
+@pytest.mark.parametrize("missing", [None, float("nan"), ["a"], object(), (torch.tensor(1), "a")])
 def test_a_row_whose_user_is_not_known_is_refused(missing):
-    """Each NaN was a user of its own, so that a person was split, and all None were one."""
+    """Each NaN, and each object of its own, was a user of its own, so that a person was split; all None were one."""
     ids = [*range(59), missing]
     with pytest.raises(ValueError, match=r"user_id of row 59 is .*would split a person"):
         dpcore.users(small_data(), ids, K=2)
+
+
+@pytest.mark.parametrize("scalar", [torch.tensor, np.array])
+def test_ids_taken_from_the_rows_of_a_data_set_are_numbers(scalar):
+    """Each tensor was a user of its own: units were rows, and epsilon that of a row."""
+    assert len(dpcore.users(small_data(), [scalar(row % 20) for row in range(60)], K=2)) == 20
 
 
 @pytest.mark.parametrize(("ids", "options"), [([row // 2 for row in range(60)], {}), (None, {"sample": False})])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -114,6 +115,25 @@ class Phantom(Adapter):
     def _local(self) -> None:
         for value in self.weights.values():
             value += np.float32(1e-6 * (1 + os.getpid() % 1000))
+
+    def _careless(self) -> None:
+        """Loses the weights that it left as the replay."""
+        request = json.loads(Path(sys.argv[1]).read_text())
+        if self.count == 1 and request["mode"] == "memory":
+            atexit.register(Path(request["snapshot"]).unlink, missing_ok=True)
+
+    def _thief(self) -> None:
+        """Takes away the weights that timed processes have left for their comparison."""
+        request = json.loads(Path(sys.argv[1]).read_text())
+        if self.count == 1 and request["mode"] == "memory":
+            for path in Path(request["snapshot"]).parent.glob("*.time.npz"):
+                path.unlink()
+
+    def _evasive(self) -> None:
+        """Ends where its weights would be looked at."""
+        request = json.loads(Path(sys.argv[1]).read_text())
+        if request["mode"] == "time" and request["snapshot"]:
+            raise RuntimeError("it would rather not be compared")
 
     def _forgetful(self) -> None:
         if json.loads(Path(sys.argv[1]).read_text())["mode"] == "memory":

@@ -107,3 +107,25 @@ def test_what_trains_otherwise_than_its_replay_counts_nowhere(driver: Driver) ->
     before = driver.files()
     assert driver.run("noop,local,forgetful", *tasks).returncode == 3
     assert driver.files() == before
+
+
+def test_no_later_time_counts_where_the_first_one_was_not_compared(driver: Driver) -> None:
+    """Nothing compares those of later rounds: they counted, whatever had become of the weights of the first."""
+    assert driver.run("noop,careless,evasive", "--tasks", "logreg").returncode == 3
+    found = {(r.cell.variant, r.block.round): r for r in driver.records()}
+    assert {found["noop", number].state for number in (0, 1)} == {"ok"}
+    reasons = {
+        "careless": "the memory process left no weights to compare",
+        "evasive": "it would rather not be compared",
+    }
+    for name, reason in reasons.items():
+        for number in (0, 1):
+            one = found[name, number]
+            assert (one.state, one.interrupted) == ("crashed", False) and reason in str(one.reason)
+
+
+def test_later_times_wait_as_long_as_the_first_one_does(driver: Driver) -> None:
+    """Where another process has taken away the weights of the first round, which is measured again."""
+    assert driver.run("thief", "--tasks", "logreg").returncode == 3
+    found = driver.records()
+    assert [r.state for r in found] == ["crashed", "crashed"] and all(r.interrupted for r in found)
