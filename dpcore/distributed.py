@@ -29,7 +29,8 @@ class Ranks:
     """The processes of a group (all, by default), which call the same methods in the same order.
 
     ``device``: where the group's backend wants its tensors ("cpu" for gloo, the rank's own GPU for NCCL). ``sharded``:
-    the module exchanges parameters in every pass, so that all ranks must go through equally many passes of one kind.
+    the module exchanges tensors in every pass, so that all ranks must go through equally many passes of one kind.
+    ``same_examples``: each rank has a part of every layer and works on all examples, not on its own.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Ranks:
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         sharded: bool = False,
+        same_examples: bool = False,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
@@ -48,6 +50,12 @@ class Ranks:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.sharded = sharded
+        self.same_examples = same_examples
+
+    @property
+    def shares(self) -> int:
+        """Return among how many ranks the examples of a batch are dealt out."""
+        return 1 if self.same_examples else self.size
 
     def largest(self, value: int) -> int:
         """The largest of the ranks' values."""
@@ -76,6 +84,16 @@ class Ranks:
         begun = self._together(lambda: scatter(mine, chunks.view(-1), group=self.group, async_op=True))
         return mine, lambda: self._together(begun.wait)
 
+    def take_first_(self, tensor: Tensor) -> None:
+        """Set ``tensor``, one block of memory, to that of the first rank."""
+        self._together(lambda: dist.broadcast(tensor, group=self.group, group_src=0))
+
+    def stacked(self, mine: Tensor) -> Tensor:
+        """Return [ranks, ...]: the tensors of all ranks, of one shape, in their order."""
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._together(lambda: dist.all_gather(everyone, mine, group=self.group))
+        return torch.stack(everyone)
+
     def gather(self, value: Any) -> list[Any]:
         """The ranks' values, which can be pickled, in their order."""
         everyone: list[Any] = [None] * self.size
@@ -102,7 +120,7 @@ class Ranks:
         else:
             drawn = torch.randint(2**62, (3,), generator=generator, device=generator.device).tolist()
         words = torch.tensor(drawn, dtype=torch.int64, device=self.device)
-        self._together(lambda: dist.broadcast(words, group=self.group, group_src=0))
+        self.take_first_(words)
         high, middle, low = words.tolist()
         return (high << 124 | middle << 62 | low) % 2**128
 
@@ -112,16 +130,19 @@ class Ranks:
             source.seed = derived_seed(0, *self.gather(source.seed))
 
     def join_batches(self, loader: Any) -> None:
-        """Give all ranks one seed of the batches of a loader that each takes a part of."""
-        if getattr(loader, "is_dealt", False):
+        """Give all ranks one seed of the batches of a loader of which each takes a part, or all."""
+        if self.draw_one(loader):
             self.join_seed(loader.sampler_state)
+
+    def draw_one(self, loader: Any) -> bool:
+        """Return whether all ranks draw the same lists, of which each takes a part, or all."""
+        return getattr(loader, "is_dealt", False) or (self.same_examples and hasattr(loader, "sampler_state"))
 
     def _differing(self, values: dict[str, Any]) -> list[str]:
         """Return the names of the values whose text is not the same on all ranks."""
         mine = torch.tensor([_digest([repr(v).encode()]) for v in values.values()], device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._together(lambda: dist.all_gather(everyone, mine, group=self.group))
-        differs = (torch.stack(everyone) != everyone[0]).any(0).tolist()
+        everyone = self.stacked(mine)
+        differs = (everyone != everyone[0]).any(0).tolist()
         return [name for name, different in zip(values, differs, strict=True) if different]
 
     def agree(self, values: dict[str, Any]) -> None:
@@ -136,12 +157,22 @@ class Ranks:
     def agree_where_known(self, what: str, value: Any) -> None:
         """PrivacyError unless ``value`` has the same text on all ranks on which it is not None."""
         mine = torch.tensor([0 if value is None else _digest([repr(value).encode()])], device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._together(lambda: dist.all_gather(everyone, mine, group=self.group))
-        if len({int(found) for found in everyone} - {0}) > 1:
+        if len({int(found) for found in self.stacked(mine)} - {0}) > 1:
             raise PrivacyError(
                 f"The ranks differ in {what}: with parts of two lists an example may be in both. Every rank must use "
                 "its loader's batches in their order, as many for a step as the others."
+            )
+
+    def agree_on_examples(self, inputs: Iterable[Any]) -> None:
+        """PrivacyError unless all ranks have the same inputs of a pass, where each has a part of every layer."""
+        told = [value for value in inputs if isinstance(value, Tensor | bool | int | float | str)]
+        shown = [(tuple(v.shape), v.dtype, fingerprint([v])) if isinstance(v, Tensor) else v for v in told]
+        if self._differing({"inputs": shown}):
+            raise PrivacyError(
+                "The ranks of a tensor-parallel model were called with different batches, and each of them has a part "
+                "of every layer: examples would mix, and one could move the sum by several clip norms. Call the model "
+                "on all ranks with its loader's batches in their order; what changes an example at random must draw "
+                "the same numbers on all ranks."
             )
 
     def _together(self, collective: Callable[[], Any]) -> Any:

@@ -47,6 +47,7 @@ from dpcore.private_inputs import (
     warn_of_overflow,
 )
 from dpcore.private_settings import DEFAULTS, NEEDED, PrivateSettings
+from dpcore.reduction import reduction_of
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import check_iterated, check_pieces
 from dpcore.utils.fast_gradient_clipping_utils import check_criterion
@@ -98,7 +99,7 @@ class Setup:
         module, optimizer = settings["module"], settings["optimizer"]
         check_unprepared(settings)
         check_types(module, optimizer)
-        if "torch.distributed.fsdp" in sys.modules:
+        if "torch.distributed.fsdp" in sys.modules or any(hasattr(p, "device_mesh") for p in module.parameters()):
             # Slow to import, and nothing can be sharded before it was.
             from dpcore.sharding import shard
 
@@ -218,7 +219,7 @@ class Setup:
             sample_rate=self.settings["sample_rate"],
             seed=seed,
             secure=self.secure,
-            distributed=ranks is not None,
+            distributed=ranks is not None and not ranks.same_examples,
             # Of batches that are not followed nobody knows whether all ranks have parts of the same.
             shares="dealt" if self.settings["check_batches"] else "owned",
             max_batch_size=longest_batch(self.settings),
@@ -234,7 +235,7 @@ class Setup:
     def _ordinary_loader(self) -> tuple[DataLoader[Any], float]:
         """Return the loader of a run without Poisson sampling, and the rate that its accountant assumes."""
         loader, sample_rate = self.settings["data_loader"], self.settings["sample_rate"]
-        if self.ranks is not None:
+        if self.ranks is not None and not self.ranks.same_examples:
             check_shares(loader, self.ranks)
         check_ordinary(loader)
         if self.settings["check_batches"]:
@@ -289,6 +290,8 @@ class Setup:
         """PrivacyError where a rank was called with other settings: its sums would get the noise of these."""
         if self.ranks is None:
             return
+        shards = reduction_of(self.module, self.ranks).shards
+        trained = {n: shards.get(p, p) for n, p in self.module.named_parameters() if p.requires_grad}
         named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction")
         self.ranks.agree(
             {
@@ -301,9 +304,7 @@ class Setup:
                 "noise_multiplier": self.noise_multiplier,
                 **{name: value for name, value in self.settings.items() if name in named},
                 "group": self.group,
-                "the trained parameters": [
-                    (name, tuple(p.shape), p.dtype) for name, p in self.module.named_parameters() if p.requires_grad
-                ],
+                "the trained parameters": [(name, tuple(p.shape), p.dtype) for name, p in trained.items()],
             }
         )
 

@@ -3,14 +3,17 @@
 A rank holds the whole model, or shards of it. In the first case its sums are whole too, and are added up over the ranks
 once, at the end of a logical batch. In the second no rank ever holds the whole of them: those of one piece are formed
 unit by unit, and every unit's are added up and dealt out before the next ones are formed (:class:`Sharded`,
-:mod:`dpcore.microbatch.sharded_sums`). Either way each rank draws its part of one stream of noise.
+:mod:`dpcore.microbatch.sharded_sums`). Ranks that compute with their parts (:class:`Parallel`) have nothing to add up.
+In each case a rank draws its part of one stream of noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -23,9 +26,16 @@ from dpcore.release import Release, Sums
 class Reduction:
     """One process alone: what it has is all."""
 
+    shards: Mapping[Parameter, Any] = MappingProxyType({})
+    """The parameter that the optimizer steps in the place of one that a pass uses, where it is another."""
+
     def finish(self, release: Release, sums: Sums) -> None:
         """Add up the sums of all ranks, with noise."""
         release.add(sums)
+
+    def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
+        """Return those of ``params`` whose numbers are the same on all ranks."""
+        return params
 
 
 class Replicated(Reduction):
@@ -50,44 +60,20 @@ class Replicated(Reduction):
         ranks.sum_(flat)
 
 
-class Sharded(Reduction):
-    """Ranks that hold a shard of every parameter each, as ``fully_shard`` deals them out.
+class InParts(Reduction):
+    """Ranks that hold parts of parameters."""
 
-    Args:
-        shards: The sharded parameter of every whole one.
-        units: The whole parameters that are gathered together, in the order of the forward pass.
-        ranks: Those that hold all shards together.
-        replicas: Those that hold the same shards, where there are several.
-    """
-
-    def __init__(
-        self,
-        shards: Mapping[Parameter, Any],
-        units: Sequence[Sequence[Parameter]],
-        ranks: Ranks,
-        replicas: Ranks | None = None,
-    ) -> None:
-        self.shards, self.units, self.ranks = shards, units, ranks
-        self._of_replicas = Reduction() if replicas is None else Replicated(replicas)
+    def __init__(self, shards: Mapping[Parameter, Any], ranks: Ranks) -> None:
+        self.shards, self.ranks = shards, ranks
         self._released: dict[Any, tuple[Any, int]] = {}
 
-    def finish(self, release: Release, sums: Sums) -> None:
-        """Add the noise of the shards' own addresses; the sums of the ranks that hold other shards are in them."""
+    def _check_addresses(self, release: Release) -> None:
         if not (release.noise.has_addresses or isinstance(release.noise, SecureNoise)):
             raise UnsupportedError(
                 "The noise has no addresses (a checkpoint of a dpcore before counters goes on with it, or a subclass "
                 "draws by itself), so that every shard would get the same numbers. Go on with a whole model in "
                 "DifferentiallyPrivateDistributedDataParallel, or begin the run anew."
             )
-        self._of_replicas.finish(release, sums)
-
-    def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Begin to add up ``chunks`` [ranks, n] over the ranks, all of which call this.
-
-        Returns:
-            This rank's [n], and what waits until it is there; ``chunks`` must stay until then.
-        """
-        return self.ranks.begin_scatter(chunks)
 
     def note_released(self) -> None:
         """Take what lies in the shards' gradients for what was released: a later change is none of a step's."""
@@ -104,6 +90,83 @@ class Sharded(Reduction):
                     "used by an operation that dpcore has no rule for. Wrap that operation in a module of a kind that "
                     "dpcore knows, or freeze the parameter."
                 )
+
+
+class Sharded(InParts):
+    """Ranks that hold a shard of every parameter each, as ``fully_shard`` deals them out.
+
+    Args:
+        shards: The sharded parameter of every whole one.
+        units: The whole parameters that are gathered together, in the order of the forward pass.
+        ranks: Those that hold all shards together.
+        replicas: Those that hold the same shards, where there are several.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[Parameter, Any],
+        units: Sequence[Sequence[Parameter]],
+        ranks: Ranks,
+        replicas: Ranks | None = None,
+    ) -> None:
+        super().__init__(shards, ranks)
+        self.units = units
+        self._of_replicas = Reduction() if replicas is None else Replicated(replicas)
+
+    def finish(self, release: Release, sums: Sums) -> None:
+        """Add the noise of the shards' own addresses; the sums of the ranks that hold other shards are in them."""
+        self._check_addresses(release)
+        self._of_replicas.finish(release, sums)
+
+    def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
+        return ()
+
+    def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to add up ``chunks`` [ranks, n] over the ranks, all of which call this.
+
+        Returns:
+            This rank's [n], and what waits until it is there; ``chunks`` must stay until then.
+        """
+        return self.ranks.begin_scatter(chunks)
+
+
+class SumsInParts(Sums, Protocol):
+    """Sums some of which are to be the same on all ranks."""
+
+    def whole(self) -> list[Tensor]:
+        """Return views of ``flat``: what every rank holds, of parameters that are not in parts."""
+        ...
+
+
+class Parallel(InParts):
+    """Ranks that hold a part of every layer each, and work on the same examples.
+
+    Args:
+        shards: The parameter in parts of every one that is used in its place.
+        split: The parameters of which the ranks hold different parts.
+        of_first: Those that the first rank alone uses and sums.
+        ranks: Those that hold all parts together.
+    """
+
+    def __init__(
+        self, shards: Mapping[Parameter, Any], split: set[Parameter], of_first: set[Parameter], ranks: Ranks
+    ) -> None:
+        super().__init__(shards, ranks)
+        self.split, self.of_first = split, of_first
+
+    def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
+        return [param for param in params if param not in self.split]
+
+    def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
+        """Add the noise of the parts' own addresses; what all ranks hold is released by the first one, to the bit."""
+        self._check_addresses(release)
+        release.add(sums)
+        whole = sums.whole()
+        if whole:
+            joined = torch.cat([part.view(-1) for part in whole])
+            self.ranks.take_first_(joined)
+            for part, first in zip(whole, joined.split([part.numel() for part in whole]), strict=True):
+                part.copy_(first.view_as(part))
 
 
 def reduction_of(module: nn.Module, ranks: Ranks | None) -> Reduction:

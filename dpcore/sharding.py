@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
 from dpcore.optimizers.wrapper import OptimizerWrapper
-from dpcore.reduction import Sharded
+from dpcore.reduction import InParts, Sharded
+from dpcore.tensor_parallel import ParallelModule
 
 
 class ShardedModule(nn.Module):
@@ -61,14 +62,14 @@ class ShardedModule(nn.Module):
 
 
 class ShardedOptimizer(OptimizerWrapper):
-    """``optimizer`` over shards, as one over whole parameters, whose gradients stay empty.
+    """``optimizer`` over shards, as one over the parameters that a pass uses, whose gradients stay empty.
 
     Settings are the same in both, whichever of them a schedule changes.
     """
 
-    def __init__(self, optimizer: Optimizer, module: ShardedModule) -> None:
+    def __init__(self, optimizer: Optimizer, module: ShardedModule | ParallelModule) -> None:
         self.optimizer = optimizer
-        self._reduction = module.reduction
+        self._reduction: InParts = module.reduction
         self._whole = {shard: p for p, shard in module.reduction.shards.items()}
         self._groups: list[dict[str, Any]] = []
         self._agreed: list[dict[str, Any]] = []
@@ -76,7 +77,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups, of whole parameters."""
+        """The wrapped optimizer's groups, of the parameters that a pass uses."""
         self._agree()
         return self._groups
 
@@ -129,10 +130,14 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard(module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Both as they are, or with whole parameters where a part of the module is sharded."""
-    if not any(isinstance(part, FSDPModule) for part in module.modules()):
+    """Both as they are, or with the parameters that a pass uses where a part of the module is sharded or parallel."""
+    wrapped: ShardedModule | ParallelModule
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        wrapped = ShardedModule(module)
+    elif any(isinstance(param, DTensor) for param in module.parameters()):
+        wrapped = ParallelModule(module)
+    else:
         return module, optimizer
-    wrapped = ShardedModule(module)
     return wrapped, ShardedOptimizer(optimizer, wrapped)
 
 

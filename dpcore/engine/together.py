@@ -81,8 +81,8 @@ def together(model: nn.Module, noise: GaussianNoise, trained: list[Any]) -> Toge
     """
     if any(hasattr(param, "device_mesh") for param in model.parameters()):
         raise UnsupportedError(
-            "The model's parameters are sharded (fully_shard), and Engine forms whole sums; hand the sharded module to "
-            "PrivacyEngine.make_private, whose sums stay in shards, or give Engine a whole model in "
+            "The model's parameters are sharded (fully_shard, parallelize_module), and Engine forms whole sums; hand "
+            "the module to PrivacyEngine.make_private, whose sums stay in shards, or give Engine a whole model in "
             "dpcore.distributed.DifferentiallyPrivateDistributedDataParallel."
         )
     ranks = ranks_of(model)

@@ -69,13 +69,19 @@ class ForwardPasses:
                 raise batch_norm_error(f"Module {name!r}", norm)
 
     @property
+    def _ranks(self) -> Ranks | None:
+        ranks = getattr(self._module, "ranks", None)
+        return ranks if isinstance(ranks, Ranks) and ranks.sharded else None
+
+    @property
     def sharded(self) -> bool:
         """Whether all ranks have to run the module together."""
-        ranks = getattr(self._module, "ranks", None)
-        return isinstance(ranks, Ranks) and ranks.sharded
+        return self._ranks is not None
 
     def record(self, call: Call, given: Given, batch_size: int, name: str) -> Any:
         """Return what ``call`` of the module's method ``name`` returns for ``given``, recorded."""
+        if self._ranks is not None and self._ranks.same_examples:
+            self._ranks.agree_on_examples(leaves_of(given))
         tape, output = self._layout.attempt(
             lambda: self._pass(call, given, batch_size, name),
             None if self.sharded else lambda: self._look_again(call, given, batch_size),
@@ -150,8 +156,8 @@ class ForwardPasses:
         if self._layout.fallbacks and sharded:
             raise UnsupportedError(
                 f"{', '.join(self._layout.fallbacks)} has no rule and would be run again example by example, for which "
-                "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a "
-                "rule. Use DifferentiallyPrivateDistributedDataParallel instead."
+                "its parameters are no longer whole; with fully_shard and tensor parallelism every trained layer must "
+                "be of a kind with a rule. Use DifferentiallyPrivateDistributedDataParallel instead."
             )
 
     def _look_again(self, call: Call, given: Given, batch_size: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.backward_passes import BackwardPasses
@@ -72,6 +72,11 @@ class AbstractGradSampleHooks:
         self.ordinary_grad = ordinary_grad
         self.trained = {n: p for n, p in m.named_parameters() if p.requires_grad}
         for name, param in self.trained.items():
+            if hasattr(param, "device_mesh"):
+                raise UnsupportedError(
+                    f"Parameter {name} is a DTensor, of which this rank holds a part; hand the module to "
+                    "PrivacyEngine.make_private, which sums and releases the parts (fully_shard, parallelize_module)."
+                )
             if owner_of(param) is not None:
                 raise PrivacyError(
                     f"Parameter {name} is recorded by another wrapper already; its gradients would be clipped in two "

@@ -77,6 +77,7 @@ def _lengths(batch: Any, batch_size: int, model: nn.Module) -> set[int]:
     inputs = [leaf for leaf in flatten(batch, batch_size)[0] if isinstance(leaf, Tensor)]
     taken = {n for leaf in inputs for n in leaf.shape[has_rows(leaf, batch_size) :]}
     # (No dimension of an input is as long as a kernel because of it.)
+    taken |= getattr(model, "lengths_of_ranks", set())
     return taken.union(*(tensor.shape[:2] for tensor in (*model.parameters(), *model.buffers())))
 
 

@@ -23,11 +23,11 @@ from torch.nn import Parameter
 from dpcore.clipping import Factors
 from dpcore.microbatch.accumulator import Accumulator, without_autocast
 from dpcore.microbatch.in_turn import example_gradient
-from dpcore.microbatch.measured import Kept, Measured, measure
+from dpcore.microbatch.measured import Groups, Kept, Measured, measure
 from dpcore.microbatch.planner import Choice
 from dpcore.numerics.precision import full_precision
 from dpcore.numerics.rounding import squares
-from dpcore.reduction import Reduction, Sharded
+from dpcore.reduction import Sharded
 from dpcore.tape.uses import Use
 
 BY_ITSELF = 2**18
@@ -50,13 +50,13 @@ class Part:
     offset: int
 
     @classmethod
-    def of(cls, param: Parameter, shard: Any, rank: int, ranks: int, offset: int) -> Part:
+    def of(cls, shard: Any, rank: int, ranks: int, offset: int) -> Part:
         """Return the part that ``shard``, of rank number ``rank``, is."""
         dim = shard.placements[-1].dim
-        length = param.shape[dim]
+        length = shard.shape[dim]
         chunk = -(-length // ranks)
         first = min(rank * chunk, length)
-        return cls(param.shape, dim, ranks, chunk, first, min(chunk, length - first), offset)
+        return cls(shard.shape, dim, ranks, chunk, first, min(chunk, length - first), offset)
 
     @property
     def local(self) -> list[int]:
@@ -148,17 +148,20 @@ class ShardedSums(Accumulator):
 
     @property
     def targets(self) -> dict[Parameter, Any]:
-        return {param: self.reduction.shards[param] for param in self.parameters.values()}
+        return {param: self.reduction.shards.get(param, param) for param in self.parameters.values()}
 
     def _allocate(self) -> None:
         super()._allocate()
-        ranks, offset = self.reduction.ranks, 0
+        offset = 0
         self._parts: dict[Parameter, Part] = {}
         for param, shard in self.targets.items():
-            self._parts[param] = Part.of(param, shard, ranks.rank, ranks.size, offset)
-            offset += param.numel()
+            self._parts[param] = self._part(param, shard, offset)
+            offset += shard.numel()
         self._local: Tensor | None = None
         self._bundles = [*self._bundled()]
+
+    def _part(self, param: Parameter, shard: Any, offset: int) -> Part:
+        return Part.of(shard, self.reduction.ranks.rank, self.reduction.ranks.size, offset)
 
     def _bundled(self) -> Iterator[list[Parameter]]:
         """The parameters that are exchanged together, the last unit's first; the same on all ranks."""
@@ -197,19 +200,7 @@ class ShardedSums(Accumulator):
         self._local, self._waiting = None, []
 
     def hand_over(self) -> dict[Parameter, Any]:
-        from torch.distributed.tensor import DTensor  # slow to import, and there is none without it
-
-        grads = {}
-        for param, summed in self._shards().items():
-            shard: Any = self.reduction.shards[param]
-            grads[shard] = DTensor.from_local(
-                summed.to(shard.dtype),
-                shard.device_mesh,
-                shard.placements,
-                run_check=False,
-                shape=shard.shape,
-                stride=shard.stride(),
-            )
+        grads = {self.targets[param]: _laid_as(self.targets[param], summed) for param, summed in self._shards().items()}
         self._local = None
         return grads
 
@@ -222,13 +213,14 @@ class ShardedSums(Accumulator):
         choices = self._choose(uses)
         in_turn = [choice for choice in choices if choice.method == "turn"]
         others = [choice for choice in choices if choice.method != "turn"]
-        measured = measure(others, self._zeros(batch_size), self._group, self._order, None)
+        measured = measure(others, self._zeros(batch_size), self._places, self._order, None)
         with full_precision():
             for i in range(batch_size if in_turn else 0):
                 own = self._norms_of_formed(in_turn, i, measured)
                 for norms_sq in (measured.norms_sq, measured.certain):
                     if norms_sq is not None:
                         norms_sq[:, i : i + 1] += own
+            measured = self._completed(measured)
             factors, wrong = self._rate(measured, mask)
             kept = {one.params[0]: one for one in measured.kept if isinstance(one, Kept)}
             clipped = Clipped({choice.param: choice for choice in choices}, kept, factors)
@@ -247,9 +239,18 @@ class ShardedSums(Accumulator):
         norms_sq = torch.zeros_like(measured.norms_sq[:, :1])
         for choice in choices:
             found = squares(_formed(choice, i, self.dtype).reshape(1, -1))
-            norms_sq[self._group[choice.param]] += found.value
-            measured.note(found, self._group[choice.param])
+            norms_sq[self._places[choice.param]] += found.value
+            measured.note(found, self._places[choice.param])
         return norms_sq
+
+    @property
+    def _places(self) -> Groups:
+        """The row of squared norms to which a parameter adds, until they are completed."""
+        return self._group
+
+    def _completed(self, measured: Measured) -> Measured:
+        """Return norms [groups, m] of whole gradients from those of what this rank has."""
+        return measured
 
     def _look_closely(
         self,
@@ -267,23 +268,26 @@ class ShardedSums(Accumulator):
             of_mask = None if mask is None else mask[i : i + 1]
             if measured.example(i).is_worth_forming():
                 assert measured.certain is not None
-                exact = Measured(measured.certain[:, i : i + 1].clone(), error=measured.error)
-                exact.norms_sq += self._norms_of_formed(measured.cancelling, i, exact)
+                own = Measured(self._zeros(1), error=measured.error)
+                own.norms_sq += self._norms_of_formed(measured.cancelling, i, own)
+                own = self._completed(own)
+                exact = Measured(measured.certain[:, i : i + 1] + own.norms_sq, error=own.error)
                 if not exact.any_doubtful():
                     clipped.formed.append(i)
                     norms[:, i : i + 1], factors[:, i : i + 1] = exact.norms, self._factors(exact, of_mask)
                     continue
             good[i] = False
             singles = [use.rows(torch.tensor([i], device=self.device), torch.float64) for use in uses]
-            exact = Measured(torch.zeros((len(self.bounds), 1), dtype=torch.float64, device=self.device))
-            for param, group in self._group.items():
+            exact = Measured(self._zeros(1).double())
+            for param, place in self._places.items():
                 for gradient in _in_float64(singles, param):
                     found = squares(gradient.reshape(1, -1))
-                    exact.norms_sq[group] += found.value
-                    exact.note(found, group)
-            own = self._factors(exact, of_mask)
-            norms[:, i : i + 1], factors[:, i : i + 1] = exact.norms.to(self.dtype), own.to(self.dtype)
-            clipped.left.append((singles, own[:, 0]))
+                    exact.norms_sq[place] += found.value
+                    exact.note(found, place)
+            exact = self._completed(exact)
+            factor = self._factors(exact, of_mask)
+            norms[:, i : i + 1], factors[:, i : i + 1] = exact.norms.to(self.dtype), factor.to(self.dtype)
+            clipped.left.append((singles, factor[:, 0]))
         if clipped.left:
             clipped.factors, clipped.good = factors * good, good.nonzero().squeeze(1)
 
@@ -335,6 +339,22 @@ class ShardedSums(Accumulator):
         return finish
 
 
+def _laid_as(shard: Any, summed: Tensor) -> Any:
+    """Return a rank's sums as the gradient of the parameter that its optimizer steps."""
+    if not hasattr(shard, "device_mesh"):
+        return summed.to(shard.dtype).view(shard.shape)
+    from torch.distributed.tensor import DTensor  # slow to import, and there is none without it
+
+    return DTensor.from_local(
+        summed.to(shard.dtype),
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=shard.shape,
+        stride=shard.stride(),
+    )
+
+
 def _formed(choice: Choice, i: int, dtype: torch.dtype) -> Tensor:
     """The gradient of example i, with the same bits whenever it is formed."""
     if len(choice.uses) == 1:
@@ -355,12 +375,3 @@ def _in_float64(uses: Sequence[Use], param: Parameter) -> list[Tensor]:
     """The gradient of a single example, over all its uses, where there are any."""
     parts = [use.grad_sample(param)[0] for use in uses if use.grad is not None and any(p is param for p in use.params)]
     return [sum(parts[1:], parts[0])] if parts else []
-
-
-def accumulator_for(
-    parameters: Mapping[str, Parameter], max_grad_norm: float | Sequence[float], factors: Factors, reduction: Reduction
-) -> Accumulator:
-    """Return what adds up clipped gradients for ``reduction``: in one buffer, or in shards."""
-    if isinstance(reduction, Sharded):
-        return ShardedSums(parameters, max_grad_norm, factors, reduction)
-    return Accumulator(parameters, max_grad_norm, factors)

@@ -105,6 +105,8 @@ class AdaClipDPOptimizer(DPOptimizer):
         if self.noise_multiplier > 0.0 and (self.ranks is None or self.ranks.rank == 0):
             self._count_noise().add_(count, self.unclipped_num_std, self.steps)
         if self.ranks is not None:
+            if self.ranks.same_examples and self.ranks.rank:
+                count.zero_()  # the first rank has counted the same
             count = self.ranks.sum_(count.to(self.ranks.device))
         super().add_noise()
         self.update_max_grad_norm(float(count))

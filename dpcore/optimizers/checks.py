@@ -130,7 +130,7 @@ def _whence(module: AbstractGradSampleHooks, param: Parameter) -> str:
 def check_ranks(optimizer: Any, ranks: Ranks) -> None:
     """Refuse a step that is not the same on all ranks; weights are compared once after each start."""
     groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
-    known = optimizer.weights_agree or ranks.sharded
+    alike = () if optimizer.weights_agree else optimizer.reduction.alike(optimizer.module._module.parameters())
     ranks.agree(
         {
             "the number of steps": optimizer.steps,
@@ -140,19 +140,19 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
             "max_grad_norm": optimizer.max_grad_norm,
             "expected_batch_size": optimizer.expected_batch_size,
             "the optimizer's settings": groups,
-            "the batches (their seed, or one that a rank has left out)": _dealt(optimizer.run),
-            "the weights": None if known else fingerprint(optimizer.module._module.parameters()),
+            "the batches (their seed, or one that a rank has left out)": _drawn(optimizer.run, ranks),
+            "the weights": fingerprint(alike),
         }
     )
-    if getattr(optimizer.run.loader, "is_dealt", False) and optimizer.run.ledger is not None:
+    if ranks.draw_one(optimizer.run.loader) and optimizer.run.ledger is not None:
         draws = tuple(batch.draw for batch in optimizer.run.ledger.used)
         ranks.agree_where_known("the draws of the batches of this step", draws if draws and None not in draws else None)
     optimizer.weights_agree = True
 
 
-def _dealt(run: Any) -> Any:
-    """Return what must be the same on all ranks where each has a part of one batch: of two, parts may overlap."""
-    if not getattr(run.loader, "is_dealt", False):
+def _drawn(run: Any, ranks: Ranks) -> Any:
+    """Return what must be the same on all ranks where they draw one batch: parts of two may overlap."""
+    if not ranks.draw_one(run.loader):
         return None
     is_followed = run.ledger is not None and run.ledger.checks
     return run.loader.sampler_state.seed, run.loader.where if is_followed else None

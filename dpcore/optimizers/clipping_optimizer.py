@@ -213,7 +213,7 @@ class ClippingOptimizer(OptimizerWrapper):
         if self.logical_batch.announced or self.logical_batch.unfinished:
             return  # the user cuts them already
         ranks = getattr(self, "ranks", None)
-        batch = round((self.expected_batch_size or 0) / (1 if ranks is None else ranks.size))
+        batch = round((self.expected_batch_size or 0) / (1 if ranks is None else ranks.shares))
         if (size := plan.size(batch)) >= batch:
             self.advice = "Whole batches of this model are as good as pieces."
             return

@@ -15,7 +15,7 @@ from dpcore.errors import PrivacyError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Factors
-from dpcore.microbatch.sharded_sums import accumulator_for
+from dpcore.microbatch.parallel_sums import accumulator_for
 from dpcore.noise import GaussianNoise, SecureNoise, warn_without_noise
 from dpcore.optimizers import checks
 from dpcore.optimizers.checks import SPENT

@@ -125,7 +125,7 @@ class PiecewiseLoader:
         if isinstance(self.loader, DPDataLoader):
             whole = self.loader.sample_rate * len(self.loader.dataset)  # type: ignore[arg-type]
             if self.optimizer.ranks is not None:
-                whole /= self.optimizer.ranks.size
+                whole /= self.optimizer.ranks.shares
         return math.ceil(len(self.loader) * max(1.0, (whole or 1) / self.size))
 
     def __getattr__(self, name: str) -> Any:
