@@ -370,6 +370,20 @@ def test_a_table_that_is_moved_while_rows_wait_stops_the_run():
         one.step(*batch(torch.Generator(), size=3))
 
 
+def test_a_table_that_is_set_to_zero_while_rows_wait_stops_the_run():
+    """It was forgotten at the next flush, and rows that wait showed zeros."""
+    chance = torch.Generator().manual_seed(1)
+    one = engine(Model())
+    one.step(*batch(chance))
+    one.model.items.weight.data.zero_()
+    with pytest.raises(PrivacyError, match="values or their momentum were replaced"):
+        one.step(*batch(chance))
+    one.flush()
+    one.model.items.weight.data.zero_()
+    one.step(*batch(chance))
+    assert one.model.items.weight.isnan().all()
+
+
 def test_momentum_that_is_replaced_while_rows_wait_stops_the_run():
     one = engine(Model(), momentum=0.9)
     one.step(*batch(torch.Generator(), size=3))
