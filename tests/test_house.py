@@ -112,15 +112,17 @@ class Size:
 # replay, so that a first table comes sooner; fewer calls of Python in a small step, and a kernel for pooling.
 # Sparse gradients of tables without DP. Faults of Trainers, accelerate and Lightning, with their tests.
 # 2026-11-29: planted faults are at work, which two were no more.
+# 2026-11-30: layers that are split over ranks, bags of ids in kernels, what a review found in users, steps, lazy tables and the
+# gate's later rounds, names in a Trainer's settings, each with its tests.
 LIMITS = {
-    "harness": Size(lines=40_006, long_classes=0, long_files=0),
-    "dpcore": Size(lines=34_685, long_classes=0, long_files=0),
+    "harness": Size(lines=40_017, long_classes=0, long_files=0),
+    "dpcore": Size(lines=35_288, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=59_211, long_classes=0, long_files=17),
+    "tests": Size(lines=59_868, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 203_704, 399
+WRITTEN, WORDS = 201_622, 399
 
 
 def files(folder: str) -> Iterator[Path]:
