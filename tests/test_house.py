@@ -115,14 +115,14 @@ class Size:
 # 2026-11-30: layers that are split over ranks, bags of ids in kernels, what a review found in users, steps, lazy tables and the
 # gate's later rounds, names in a Trainer's settings, each with its tests.
 LIMITS = {
-    "harness": Size(lines=40_017, long_classes=0, long_files=0),
+    "harness": Size(lines=40_052, long_classes=0, long_files=0),
     "dpcore": Size(lines=35_288, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=59_868, long_classes=0, long_files=17),
+    "tests": Size(lines=59_896, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 201_622, 399
+WRITTEN, WORDS = 200_000, 416
 
 
 def files(folder: str) -> Iterator[Path]:
