@@ -1,10 +1,10 @@
 """Pages with tables that are made from committed records: what stands between two comments is written anew.
 
 A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
-SIZE -->``, ``<!-- winners: NAMES -->``, ``<!-- board: NAMES at SIZES -->`` or ``<!-- figure: NAMES at SIZE | NAMES at
-SIZE as FILE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``, separated by spaces; SIZES,
-batch sizes, may be left out. FILE is a name in plots/, without its ending. A name of ``winners`` or ``board`` may take
-only some tasks of its run: ``NAME:TASK,TASK``.
+SIZE -->``, ``<!-- winners: NAMES -->``, ``<!-- board: NAMES at SIZES -->``, ``<!-- compute: NAMES -->`` or ``<!--
+figure: NAMES at SIZE | NAMES at SIZE as FILE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``,
+separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in plots/, without its ending. A name of
+``winners`` or ``board`` may take only some tasks of its run: ``NAME:TASK,TASK``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.published import index
 from harness.published.index import Entry
 
 BLOCK = re.compile(
-    r"(?P<first><!-- (?P<kind>ratios|tables|sentence|winners|board|figure): (?P<what>[^\n]*) -->\n)"
+    r"(?P<first><!-- (?P<kind>ratios|tables|sentence|winners|board|figure|compute): (?P<what>[^\n]*) -->\n)"
     r".*?(?P<last><!-- end -->)",
     re.DOTALL,
 )
@@ -84,6 +84,8 @@ def _table(page: Path, kind: str, what: str) -> str:
         return tables.winners(chosen) if kind == "winners" else tables.board(chosen, [_size(n) for n in rest.split()])
     names, _, rest = what.partition(" | " if kind == "tables" else " at ")
     entries = _entries(names)
+    if kind == "compute":
+        return tables.compute(entries)
     if kind == "tables":
         return tables.grids(entries, rest)
     if kind == "sentence":

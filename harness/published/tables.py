@@ -17,6 +17,7 @@ from harness.analysis.naming import factor
 from harness.analysis.tidy import rows_of
 from harness.errors import BadInput
 from harness.published import board as who_wins
+from harness.published import compute as computing
 from harness.published.index import FOLDER, Entry
 from harness.report import contents, standings
 from harness.report.chapters import fastest_peer
@@ -149,6 +150,11 @@ def board(chosen: Sequence[tuple[Entry, Sequence[str]]], sizes: Sequence[int] = 
         BadInput: The runs hold no time with DP of these tasks and sizes.
     """
     return _told(lambda tables: who_wins.text(tables, sizes), chosen)
+
+
+def compute(entries: Sequence[Entry]) -> str:
+    """Return the sentence that says how many hours of which machines some runs took."""
+    return computing.statement([(entry, _records(entry.file)) for entry in entries])
 
 
 def _told(tell: Callable[[Tables], str], chosen: Sequence[tuple[Entry, Sequence[str]]]) -> str:
