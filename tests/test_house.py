@@ -122,7 +122,7 @@ LIMITS = {
     "tests": Size(lines=59_896, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 200_000, 423
+WRITTEN, WORDS = 200_000, 424
 
 
 def files(folder: str) -> Iterator[Path]:

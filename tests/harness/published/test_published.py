@@ -183,7 +183,7 @@ def test_the_result_shown_first_rests_on_cited_runs() -> None:
                 entries = [e for name in part.split(" at ")[0].split() for e in index.load().find(name)]
                 assert {e.status for e in entries} == {"cited"}
                 kinds = {e.machine.rpartition(", ")[0] for e in entries}  # without the one machine's number
-                assert len(kinds) == 1
+                assert len(kinds) == 1 or block["kind"] == "compute", "ratios are not compared across machines"
 
 
 def test_a_stale_table_is_found_and_mended() -> None:
