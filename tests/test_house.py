@@ -112,8 +112,8 @@ class Size:
 # replay, so that a first table comes sooner; fewer calls of Python in a small step, and a kernel for pooling.
 # Sparse gradients of tables without DP. Faults of Trainers, accelerate and Lightning, with their tests.
 # 2026-11-29: planted faults are at work, which two were no more.
-# 2026-11-30: layers that are split over ranks, bags of ids in kernels, what a review found in users, steps, lazy tables and the
-# gate's later rounds, names in a Trainer's settings, each with its tests.
+# 2026-11-30: layers that are split over ranks, bags of ids in kernels, what a review found in users, steps, lazy tables
+# and the gate's later rounds, names in a Trainer's settings, each with its tests. README shows what a run prints.
 LIMITS = {
     "harness": Size(lines=40_052, long_classes=0, long_files=0),
     "dpcore": Size(lines=35_288, long_classes=0, long_files=0),
