@@ -3,8 +3,8 @@
 A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
 SIZE -->``, ``<!-- winners: NAMES -->``, ``<!-- board: NAMES at SIZES -->``, ``<!-- compute: NAMES -->`` or ``<!--
 figure: NAMES at SIZE | NAMES at SIZE as FILE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench
-report``, separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in plots/, without its ending. A name of
-``winners`` or ``board`` may take only some tasks of its run: ``NAME:TASK,TASK``.
+report``, separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in plots/, without its ending. A name
+of ``winners`` or ``board`` may take only some tasks of its run: ``NAME:TASK,TASK``.
 """
 
 from __future__ import annotations
