@@ -259,7 +259,7 @@ def test_what_cannot_be_found_is_known(lines: Lines, tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["verify", "--no-gate", str(written(tmp_path / "pack.jsonl.gz", changed))])
     assert said.exit_code == 0
     page = (ROOT / "docs" / "submit.md").read_text(encoding="utf-8")
-    assert "made smaller by the same factor" in page
+    assert "all smaller by one factor" in page
 
 
 def test_every_kind_is_explained_on_the_page() -> None:
