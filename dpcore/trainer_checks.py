@@ -94,8 +94,8 @@ def check_names(engine: Any, privacy: Mapping[str, Any]) -> None:
             raise TypeError(f"privacy of a DPTrainer takes no {name!r}: {instead[name]}.")
         if name not in known:
             raise TypeError(
-                f"privacy of a DPTrainer takes no {name!r}: it holds arguments of {make.__name__}(); leave it out."
-                f"{did_you_mean(name, known - instead.keys())}"
+                f"privacy of a DPTrainer takes no {name!r}: it holds arguments of {make.__name__}()."
+                f"{did_you_mean(name, {*known, 'target_epsilon'} - instead.keys()) or ' Leave it out.'}"
             )
 
 

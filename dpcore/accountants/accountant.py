@@ -18,7 +18,7 @@ Rate = float | tuple[str, int]
 
 History = list[tuple[float, Rate, int]]
 BINS = "bins"
-DELTA_RULE = "it must lie in (0, 1), and well below 1 / (number of examples)"
+DELTA_RULE = "it must be a number in (0, 1), and well below 1 / (number of examples)"
 
 
 class IAccountant(ABC):

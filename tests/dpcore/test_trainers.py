@@ -110,7 +110,7 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
         (NOISY | {"target_epsilon": 3.0, "target_delta": 1e-3}, "no 'noise_multiplier': the noise follows from"),
         (NOISY | {"target_delta": 1e-3}, "no 'target_delta': it belongs to a budget; give target_epsilon"),
         (NOISY | {"optimizer": None}, "no 'optimizer': the Trainer gives its own"),
-        (NOISY | {"max_grad_nrom": 2.0}, "no 'max_grad_nrom': .* leave it out. Did you mean 'max_grad_norm'"),
+        (NOISY | {"max_grad_nrom": 2.0}, "no 'max_grad_nrom': .* Did you mean 'max_grad_norm'"),
     ],
 )
 def test_a_name_that_nothing_reads_is_refused_before_training(privacy, why, trainer):
