@@ -175,6 +175,30 @@ class Ranks:
                 "the same numbers on all ranks."
             )
 
+    def agree_on_losses(self, outputs: Iterable[Any]) -> None:
+        """Let backward() raise PrivacyError where the loss has other gradients of ``outputs`` than on the first rank.
+
+        A layer that is split adds up the gradients of its input, so that behind it those of two targets look alike.
+        """
+        for output in outputs:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._check_loss)
+
+    def _check_loss(self, grad: Tensor) -> None:
+        if not grad.numel():
+            return  # as on all ranks, whose inputs are the same
+        rows = grad.detach().reshape(len(grad) if grad.dim() else 1, -1)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
+        found = self.stacked(torch.stack([_projections(grad.detach()), norms]).to(self.device))
+        apart, known = (found[:, 0] - found[0, 0]).abs(), found.isfinite()
+        if bool(((apart > 1e-3 * found[0, 1]) | (known != known[0]).any(1)).any()):  # on like ranks not by a bit
+            raise PrivacyError(
+                "The loss has different gradients of the model's output on the ranks of a tensor-parallel model: "
+                "examples would mix. Give all ranks the same targets, the same loss and the same random numbers "
+                "(dropout: call torch.manual_seed with one seed on all), and output_layouts=Replicate() to a last "
+                "layer that is split."
+            )
+
     def _together(self, collective: Callable[[], Any]) -> Any:
         try:
             return collective()
@@ -283,6 +307,14 @@ def ranks_of(module: nn.Module) -> Ranks | None:
 def fingerprint(tensors: Iterable[Tensor]) -> int:
     """A number that changes with any bit of the tensors."""
     return _digest(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+def _projections(rows: Tensor) -> Tensor:
+    """Return [m]: a number for each of ``rows`` [m, ...], which other numbers in the row would hardly have."""
+    generator = torch.Generator().manual_seed(0)
+    while rows.dim() > 1:
+        rows = rows @ torch.randn(rows.shape[-1], generator=generator).to(rows)
+    return rows.double().view(-1)
 
 
 def _digest(texts: Iterable[bytes]) -> int:

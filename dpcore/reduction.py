@@ -133,7 +133,7 @@ class Sharded(InParts):
 class SumsInParts(Sums, Protocol):
     """Sums some of which are to be the same on all ranks."""
 
-    def whole(self) -> list[Tensor]:
+    def whole(self) -> dict[Parameter, Tensor]:
         """Return views of ``flat``: what every rank holds, of parameters that are not in parts."""
         ...
 
@@ -160,13 +160,26 @@ class Parallel(InParts):
     def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
         """Add the noise of the parts' own addresses; what all ranks hold is released by the first one, to the bit."""
         self._check_addresses(release)
-        release.add(sums)
         whole = sums.whole()
-        if whole:
-            joined = torch.cat([part.view(-1) for part in whole])
-            self.ranks.take_first_(joined)
-            for part, first in zip(whole, joined.split([part.numel() for part in whole]), strict=True):
-                part.copy_(first.view_as(part))
+        used = [summed for param, summed in whole.items() if param not in self.of_first]
+        apart = [(part - first).norm() > 0.1 * first.norm() for part, first in self._with_first(used)]
+        if self.ranks.largest(int(any(apart))):
+            raise PrivacyError(
+                "The ranks have different sums of a parameter that each of them holds whole: it is used on activations "
+                "of which each rank has a part (a norm within attention heads). Freeze it, or leave that layer whole."
+            )
+        release.add(sums)
+        for part, first in self._with_first([*whole.values()]):
+            part.copy_(first)
+
+    def _with_first(self, whole: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return every part with that of the first rank."""
+        if not whole:
+            return []
+        joined = torch.cat([part.view(-1) for part in whole])
+        self.ranks.take_first_(joined)
+        firsts = joined.split([part.numel() for part in whole])
+        return [(part, first.view_as(part)) for part, first in zip(whole, firsts, strict=True)]
 
 
 def reduction_of(module: nn.Module, ranks: Ranks | None) -> Reduction:

@@ -149,6 +149,8 @@ def _mesh_of(module: nn.Module) -> Any:
             f"The mesh of tensor parallelism has {mesh.size()} of {dist.get_world_size()} processes, and all of them "
             "must share one model; make the mesh of all processes, without data parallelism beside it."
         )
+    if (order := mesh.mesh.tolist()) != list(range(mesh.size())):
+        raise UnsupportedError(f"The mesh of tensor parallelism has the ranks in the order {order}; sort them.")
     return mesh
 
 

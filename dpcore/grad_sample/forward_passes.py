@@ -92,6 +92,8 @@ class ForwardPasses:
             of_leaf = any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in leaves)
             if not of_leaf:
                 mean_loss.may_start_with_length(tape)
+        if self._ranks is not None and self._ranks.same_examples:
+            self._ranks.agree_on_losses(leaves_of(output))
         cross_entropy.mark(leaves_of(output))
         return output
 

@@ -59,9 +59,9 @@ class ParallelSums(ShardedSums):
     def _bundled(self) -> Any:
         return ()
 
-    def whole(self) -> list[Tensor]:
+    def whole(self) -> dict[Parameter, Tensor]:
         """Return the sums of what every rank holds whole."""
-        return [summed for param, summed in self._shards().items() if param not in self.reduction.split]
+        return {param: summed for param, summed in self._shards().items() if param not in self.reduction.split}
 
     # ---- norms
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -83,7 +83,17 @@ class Block(nn.Module):
         return self.head(self.last(x)).mean(1)
 
 
-MODELS = {"perceptron": Perceptron, "block": Block}
+class SplitHead(Perceptron):
+    """A head of which each rank hands out its own two of four outputs."""
+
+    PLAN: ClassVar[dict[str, Any]] = {**Perceptron.PLAN, "head": ColwiseParallel()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+
+
+MODELS = {"perceptron": Perceptron, "block": Block, "split head": SplitHead}
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
 """Whether this torch's fully_shard works on a CPU."""
 
@@ -119,7 +129,7 @@ def private(
             optimizer=torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5),
             data_loader=options.pop("loader", None) or DataLoader(data(), batch_size=8),
             noise_multiplier=sigma,
-            **{"max_grad_norm": CLIPS[kind], "sample_rate": RATE, "expected_batch_size": DIVISOR} | options,
+            **{"max_grad_norm": CLIPS.get(kind), "sample_rate": RATE, "expected_batch_size": DIVISOR} | options,
         )
 
 
@@ -258,12 +268,17 @@ def check_go_on(folder: Path) -> Any:
 
 
 class Refused(Perceptron):
-    """A norm of each head's own features, with one weight for all heads, between layers that are split by heads."""
+    """A norm of each head's own features, with one weight for all heads, between layers that are split by heads.
 
-    def __init__(self) -> None:
+    ``scale``: of the weights behind it, by which its gradient is small beside others.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
         self.of_head = nn.LayerNorm(2)
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        with torch.no_grad():
+            self.down.weight.mul_(scale)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         h = self.of_head(self.up(self.table(words).mean(1)).unflatten(-1, (-1, 2))).flatten(-2)
@@ -338,7 +353,11 @@ def check_refused() -> Any:
         "other weights": refusal(lambda: private(make=lambda: moved(Perceptron(), rank), kind="perceptron")),
         "other inputs": of_step(lambda x, y: (x.roll(rank, 0), y)),
         "other targets": of_step(lambda x, y: (x, y.roll(rank, 0))),
+        "other targets of a split head": of_step(lambda x, y: (x, y.roll(rank, 0)), kind="block"),
+        "head that is not gathered": of_step(lambda x, y: (x, y % 2), kind="split head", max_grad_norm=1.0),
         "partial gradient": of_step(make=Refused),
+        "small partial gradient": of_step(make=partial(Refused, 0.01)),
+        "another order": of_plan(Perceptron.PLAN, mesh=DeviceMesh("cpu", [*range(size)][::-1])),
         "dropout": of_step(change=lambda module: torch.manual_seed(rank), make=lambda: Block(0.5), kind="block"),
         "no rule": of_step(make=lambda: with_rule_free(Perceptron())),
         "replaced": of_step(change=lambda module: replace(module.up)),
