@@ -114,15 +114,16 @@ class Size:
 # 2026-11-29: planted faults are at work, which two were no more.
 # 2026-11-30: layers that are split over ranks, bags of ids in kernels, what a review found in users, steps, lazy tables
 # and the gate's later rounds, names in a Trainer's settings, each with its tests. README shows what a run prints.
+# 2026-11-30: ranks that differ in targets, whole weights or the mesh's order, found by a review of split layers.
 LIMITS = {
     "harness": Size(lines=40_052, long_classes=0, long_files=0),
-    "dpcore": Size(lines=35_288, long_classes=0, long_files=0),
+    "dpcore": Size(lines=35_337, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=59_896, long_classes=0, long_files=17),
+    "tests": Size(lines=59_919, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 200_000, 424
+WRITTEN, WORDS = 199_998, 436
 
 
 def files(folder: str) -> Iterator[Path]:
