@@ -117,7 +117,7 @@ class Size:
 # 2026-11-30: ranks that differ in targets, whole weights or the mesh's order, found by a review of split layers.
 LIMITS = {
     "harness": Size(lines=40_052, long_classes=0, long_files=0),
-    "dpcore": Size(lines=35_337, long_classes=0, long_files=0),
+    "dpcore": Size(lines=35_339, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
     "tests": Size(lines=59_919, long_classes=0, long_files=17),

@@ -101,8 +101,10 @@ class Users(UnitDataset):
         super().__init__(dataset, rows_per_unit)
         is_list = hasattr(user_id, "__iter__") and not isinstance(user_id, str | bytes | Mapping | Set)
         if not is_list or getattr(user_id, "ndim", 1) == 0:
+            # A container's ids are people's: none goes into a log.
+            shown = repr(user_id) if user_id is None or isinstance(user_id, str) else f"a {type(user_id).__name__}"
             raise TypeError(
-                f"user_id is {user_id!r}; it must be a list, an array or a tensor that says whose each row of the data "
+                f"user_id is {shown}; it must be a list, an array or a tensor that says whose each row of the data "
                 "set is, an entry for every row."
             )
         ids = user_id.tolist() if isinstance(user_id, Tensor | np.ndarray) else list(user_id)
