@@ -30,7 +30,7 @@ STYLES: dict[type[nn.Module], dict[int, tuple[Any, tuple[Any, ...], Any]]] = {
     },
     nn.Embedding: {0: (Replicate(), (Replicate(),), None), 1: (Replicate(), (Shard(-1), Replicate()), None)},
 }
-"""By a layer's class and the dimension in which its weight is split: the layouts of inputs, outputs and bias."""
+"""Layouts of inputs, outputs and bias, for a layer's class and the dimension in which its weight is split."""
 UNDERSTOOD = (
     "dpcore trains nn.Linear and nn.Embedding in ColwiseParallel or RowwiseParallel with their default layouts "
     "(and output_layouts=Replicate()), plain tensors between layers, all else whole on every rank; no sequence, "

@@ -117,13 +117,13 @@ class Size:
 # 2026-11-30: ranks that differ in targets, whole weights or the mesh's order, found by a review of split layers.
 LIMITS = {
     "harness": Size(lines=40_052, long_classes=0, long_files=0),
-    "dpcore": Size(lines=35_339, long_classes=0, long_files=0),
+    "dpcore": Size(lines=35_330, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=59_919, long_classes=0, long_files=17),
+    "tests": Size(lines=59_911, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 199_998, 436
+WRITTEN, WORDS = 199_996, 436
 
 
 def files(folder: str) -> Iterator[Path]:

@@ -25,22 +25,13 @@ from dpcore.numerics.rounding import gamma
 from dpcore.reduction import Parallel, Reduction, Sharded
 
 DIFFERENCE = 1e-3
-"""Of squared norms, which on like ranks are the same to the bit."""
+"""Tolerated between squared norms, which on like ranks are the same to the bit."""
 
 
 class ParallelSums(ShardedSums):
     """Sums of clipped gradients of named ``parameters``, of some of which this rank holds a part."""
 
     reduction: Parallel  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        max_grad_norm: float | Sequence[float],
-        factors: Factors,
-        reduction: Parallel,
-    ) -> None:
-        super().__init__(parameters, max_grad_norm, factors, reduction)  # type: ignore[arg-type]
 
     def _allocate(self) -> None:
         for name, param in self.parameters.items():
@@ -131,5 +122,5 @@ def accumulator_for(
     if isinstance(reduction, Sharded):
         return ShardedSums(parameters, max_grad_norm, factors, reduction)
     if isinstance(reduction, Parallel):
-        return ParallelSums(parameters, max_grad_norm, factors, reduction)
+        return ParallelSums(parameters, max_grad_norm, factors, reduction)  # type: ignore[arg-type]
     return Accumulator(parameters, max_grad_norm, factors)

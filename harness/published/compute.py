@@ -1,4 +1,4 @@
-"""What the records took to make: machines, and the hours of their processes."""
+"""Adds up what the records took to make: machines, and the hours of their processes."""
 
 from __future__ import annotations
 

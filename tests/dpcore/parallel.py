@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import Engine, GradSampleModule, PrivacyEngine
 from dpcore.noise import grid_spacing
-from tests.dpcore.ranks import noted, refusal
-from tests.dpcore.shards import Positions
+from tests.dpcore.ranks import noted, refusal, step, weights
+from tests.dpcore.shards import Positions, cancelling_inputs
 
 EXAMPLES, RATE, DIVISOR, WORDS = 32, 0.25, 8, 23
 CLIPS = {"perceptron": 2.7, "block": 2.0}
@@ -133,17 +133,6 @@ def private(
         )
 
 
-def step(module: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    F.cross_entropy(module(x), y).backward()
-    optimizer.step()
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters())
-    return torch.cat([p.detach().double().flatten() for p in whole])
-
-
 def train(steps: int = 4, **options: Any) -> dict[str, Any]:
     """Weights before and after every step, batches, and the norms of the examples."""
     engine, module, optimizer, loader = private(**options)
@@ -182,7 +171,7 @@ def check_same() -> Any:
 
 
 def check_noise() -> Any:
-    """What is released of an empty batch: noise alone."""
+    """Return what an empty batch releases: noise alone."""
     found: dict[str, Any] = {}
     for name, options in {"seed": {}, "secret": {"seed": None}, "secure": {"seed": None, "secure": True}}.items():
         _, module, optimizer, _ = private(dtype=torch.float32, check_batches=False, **options)  # type: ignore[arg-type]
@@ -196,7 +185,7 @@ def check_noise() -> Any:
 
 
 def check_extremes() -> Any:
-    """What a step moves on examples whose positions cancel more and more, in one process and in parts."""
+    """Return what a step moves on examples whose positions cancel more and more, in one process and in parts."""
     return [[extremes(length, alone) for alone in (True, False)] for length in (6, 400)]
 
 
@@ -206,10 +195,7 @@ def extremes(length: int, alone: bool) -> torch.Tensor:
     start = weights(module)
     if not alone:
         module = split(module, {"layer": ColwiseParallel(output_layouts=Replicate())})
-    noise = torch.randn(8, length, 192, generator=torch.Generator().manual_seed(2))
-    same = torch.randn(8, 1, 192, generator=torch.Generator().manual_seed(3))
-    x = same + noise * torch.tensor([1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-5, 1.0, 1.0])[:, None, None]
-    x[6] *= 1e25
+    x = cancelling_inputs(length)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(

@@ -58,6 +58,15 @@ class Positions(nn.Module):
         return (self.layer(x) * signs[:, None]).mean(1).unflatten(1, (2, 96)).mean(2)
 
 
+def cancelling_inputs(length: int) -> torch.Tensor:
+    """Return eight examples [8, length, 192] whose positions cancel more and more, one of them with huge numbers."""
+    noise = torch.randn(8, length, 192, generator=torch.Generator().manual_seed(2))
+    same = torch.randn(8, 1, 192, generator=torch.Generator().manual_seed(3))
+    x = same + noise * torch.tensor([1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-5, 1.0, 1.0])[:, None, None]
+    x[6] *= 1e25
+    return x
+
+
 def extremes(length: int, how: str) -> torch.Tensor:
     """Return what a step moves on examples whose positions cancel more and more, one of them with huge numbers."""
     torch.manual_seed(0)
@@ -65,10 +74,7 @@ def extremes(length: int, how: str) -> torch.Tensor:
     start = weights(module)
     if how != "alone":
         fully_shard(module, **sharding(how))
-    noise = torch.randn(8, length, 192, generator=torch.Generator().manual_seed(2))
-    same = torch.randn(8, 1, 192, generator=torch.Generator().manual_seed(3))
-    x = same + noise * torch.tensor([1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-5, 1.0, 1.0])[:, None, None]
-    x[6] *= 1e25
+    x = cancelling_inputs(length)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(

@@ -1,4 +1,4 @@
-"""What the records took to make."""
+"""The statement of what the records took to make."""
 
 from __future__ import annotations
 
