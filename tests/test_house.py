@@ -123,7 +123,7 @@ LIMITS = {
     "tests": Size(lines=59_911, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 199_996, 436
+WRITTEN, WORDS = 199_996, 434
 
 
 def files(folder: str) -> Iterator[Path]:
