@@ -92,6 +92,17 @@ class InParts(Reduction):
                 )
 
 
+class ModuleInParts(nn.Module):
+    """The user's ``module``, around which stand the parameters that a pass uses."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
 class Sharded(InParts):
     """Ranks that hold a shard of every parameter each, as ``fully_shard`` deals them out.
 

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
 from dpcore.optimizers.wrapper import OptimizerWrapper
-from dpcore.reduction import InParts, Sharded
+from dpcore.reduction import InParts, ModuleInParts, Sharded
 from dpcore.tensor_parallel import ParallelModule
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(ModuleInParts):
     """``module``, every parameter of which is sharded, with the whole parameters as its own.
 
     ``reduction``: knows the sharded parameter of every whole one. UnsupportedError where a parameter is not sharded, or
@@ -35,11 +35,10 @@ class ShardedModule(nn.Module):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__(module)
         _gather_nothing(module)
         sharded = dict(module.named_parameters())
         mesh = _mesh_of(sharded.values())
-        self.module = module
         units = [*_units(module)]
         whole = {name: param for unit in units for name, param in unit.items()}
         self._whole = {f"module.{name}": whole[name] for name in sharded}
@@ -51,9 +50,6 @@ class ShardedModule(nn.Module):
             of_shards,
             of_copies[0] if of_copies else None,
         )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         """The whole parameters; their storage is empty while they are not gathered."""

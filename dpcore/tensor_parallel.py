@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.backward_pass import owner_of
-from dpcore.reduction import Parallel
+from dpcore.reduction import ModuleInParts, Parallel
 
 STYLES: dict[type[nn.Module], dict[int, tuple[Any, tuple[Any, ...], Any]]] = {
     nn.Linear: {
@@ -38,7 +38,7 @@ UNDERSTOOD = (
 )
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(ModuleInParts):
     """``module``, some layers of which are split over the ranks, with this rank's parts as its parameters.
 
     ``reduction``: knows the DTensor of every part. UnsupportedError where a layer is split in another way than is
@@ -46,9 +46,8 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__(module)
         mesh = _mesh_of(module)
-        self.module = module
         self.ranks = Ranks(mesh.device_type, mesh.get_group(), sharded=True, same_examples=True)
         split = {p for p in module.parameters() if isinstance(p, DTensor)}
         self._parts = {p: Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in split}
@@ -68,9 +67,6 @@ class ParallelModule(nn.Module):
             self.ranks,
         )
         self.ranks.agree({"the weights": fingerprint(self.reduction.alike(self.parameters()))})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         """The parameters that a pass uses: parts in the place of DTensors."""

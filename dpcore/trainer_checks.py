@@ -73,14 +73,20 @@ def check_arguments(args: Any, loss: Any) -> None:
 
 
 def check_names(engine: Any, privacy: Mapping[str, Any]) -> None:
-    """Refuse names in ``privacy`` that nothing would read, or that the Trainer sets itself.
+    """Refuse names in ``privacy`` that nothing would read or that the Trainer sets itself, and a privacy without noise.
 
     Raises:
         TypeError: with the name, the rule and the remedy.
     """
+    if not isinstance(privacy, Mapping):
+        raise TypeError(
+            f"privacy is {privacy!r}; it must be a dict of make_private's arguments, such as "
+            '{"noise_multiplier": 1.1, "max_grad_norm": 1.0}.'
+        )
     planned = "target_epsilon" in privacy
     make = engine.make_private_with_epsilon if planned else engine.make_private
-    known = {*inspect.signature(make).parameters, *HINTS} - {"options"}
+    parameters = inspect.signature(make).parameters
+    known = {*parameters, *HINTS} - {"options"}
     instead = {
         "epochs": "the rounds are those of the training arguments; set num_train_epochs or max_steps there",
         **dict.fromkeys(("module", "optimizer", "data_loader"), "the Trainer gives its own; leave it out"),
@@ -97,6 +103,18 @@ def check_names(engine: Any, privacy: Mapping[str, Any]) -> None:
                 f"privacy of a DPTrainer takes no {name!r}: it holds arguments of {make.__name__}()."
                 f"{did_you_mean(name, {*known, 'target_epsilon'} - instead.keys()) or ' Leave it out.'}"
             )
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if name not in {*privacy, *instead}
+    ]
+    if missing:
+        raise TypeError(
+            f"privacy of a DPTrainer has no {' and no '.join(map(repr, missing))}: {make.__name__}() needs "
+            f'{"it" if len(missing) == 1 else "them"}, as in {{"noise_multiplier": 1.1, "max_grad_norm": 1.0}} or '
+            '{"target_epsilon": 3.0, "target_delta": 1e-5, "max_grad_norm": 1.0}.'
+        )
 
 
 def check_unchanged(args: Any) -> None:

@@ -25,6 +25,7 @@ from dpcore.grad_sample.ordinary_gradients import LoopsGradients, OrdinaryGradie
 from dpcore.grad_sample.waiting import WaitingBatches
 from dpcore.microbatch import ragged
 from dpcore.privacy_unit import check_group, units_in
+from dpcore.reduction import ModuleInParts
 from dpcore.tape.checkpointing import CHECKPOINTING
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
@@ -308,9 +309,9 @@ class AbstractGradSampleHooks:
             vars(param).pop("summed_grad", None)
 
     def to_standard_module(self) -> nn.Module:
-        """The module itself, without any trace of recording."""
+        """The module itself, without any trace of recording: the user's own, where ranks have parts of it."""
         self._close()
-        return self._module
+        return self._module.module if isinstance(self._module, ModuleInParts) else self._module
 
     def _close(self) -> None:
         self.cleanup()

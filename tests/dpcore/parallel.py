@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -228,7 +229,9 @@ def check_resume(folder: Path) -> Any:
         if steps == 3:
             engine.save_checkpoint(**kept)
             dist.barrier()
-        return {"weights": weights(module), "accounted": engine.accountant.history}
+        found = {"weights": weights(module), "accounted": engine.accountant.history}
+        ended = module.to_standard_module()
+        return found | {"saved": get_model_state_dict(ended, options=StateDictOptions(full_state_dict=True))}
 
     return {"whole": run(4), "first": run(3), "resumed": run(1, resumed=True)}
 

@@ -300,7 +300,7 @@ def check_sharded(folder: Path) -> Any:
     found["half precision"] = step_in_half_precision()
     _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
     step(module, optimizer, *data()[: dist.get_rank()][:2])
-    inner = module._module.module
+    inner = module.to_standard_module()
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
     found["no rule"] = [refusal(lambda way=way: shards.pass_of_derived(way)) for way in shards.READ_BACK]
     part = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -85,6 +85,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(found):
         assert report["resumed"]["accounted"] == report["whole"]["accounted"] == [(1.0, parallel.RATE, 4)]
 
 
+def test_whole_weights_are_saved_under_the_names_of_the_users_model(found):
+    for report in (r["resume"]["whole"] for r in found):
+        ordinary = parallel.Block().double()
+        ordinary.load_state_dict(report["saved"])
+        torch.testing.assert_close(parallel.weights(ordinary), report["weights"])
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_at_another_number_of_ranks(tmp_path):
     went_on = []

@@ -110,6 +110,10 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path, trainer):
         (NOISY | {"target_epsilon": 3.0, "target_delta": 1e-3}, "no 'noise_multiplier': the noise follows from"),
         (NOISY | {"target_delta": 1e-3}, "no 'target_delta': it belongs to a budget; give target_epsilon"),
         (NOISY | {"optimizer": None}, "no 'optimizer': the Trainer gives its own"),
+        (None, "privacy is None; it must be a dict of make_private's arguments"),
+        ([("noise_multiplier", 1.0)], r"privacy is \[\('noise_multiplier', 1.0\)\]; it must be a dict"),
+        ({"max_grad_norm": 1.0}, "no 'noise_multiplier': make_private.. needs it, as in"),
+        ({"target_epsilon": 3.0}, "no 'max_grad_norm' and no 'target_delta': make_private_with_epsilon.. needs them"),
         (NOISY | {"max_grad_nrom": 2.0}, "no 'max_grad_nrom': .* Did you mean 'max_grad_norm'"),
     ],
 )
