@@ -54,35 +54,31 @@ def carry_out(run: Session[Any, Any, Any, Any], fresh: bool, as_json: bool, begi
     return summary
 
 
-def interim(folder: RunFolder, as_json: bool) -> Callable[[bool], None]:
-    """Return what to do in the course of a run: the report is written anew, and once every task has its first times,
-    these are shown.
+def interim(folder: RunFolder, as_json: bool) -> Callable[[str | None], None]:
+    """Return what to do in the course of a run: a task's first times are shown, and the report is written anew.
 
     Args:
         folder: The run's.
         as_json: Whether standard output is for JSON.
     """
 
-    def so_far(is_first: bool) -> None:
+    def so_far(task: str | None) -> None:
         from harness.report import conclusion, contents, output
         from harness.report.formats import terminal
 
         found = load(folder.path, left_out=lambda fault: None)
-        held_back = is_first and any(map(is_held, found))
-        built = contents.build([*map(released, found)] if held_back else found)
-        if is_first:
+        held_back = any(map(is_held, found))
+        if task is not None:
             console = Console(stderr=as_json, highlight=False)
+            built = contents.build([released(record) for record in found if record.cell.task == task])
             terminal.times(built, console)
             for text in conclusion.sentences(built):
                 console.print(text, markup=False, soft_wrap=not console.is_terminal)
-        if not held_back:  # what is not compared stands in no file
-            output.write_report(built, folder.path / "report", folder.path / "report" / "plots")
-        if is_first:
-            page = (folder.path / "report" / "report.html").as_uri()
             provisional = ", and provisional: none counts before its memory process, next, has trained the same"
-            told = f"These are the first times, of one process each{provisional if held_back else ''}; others follow "
-            told += f"and add intervals, in {page}"
-            console.print(told, markup=False, soft_wrap=True)
+            told = f"These are the first times of {task}, of one process each{provisional if held_back else ''}."
+            console.print(f"{told} Others follow and add intervals.", markup=False, soft_wrap=True)
+        if not held_back:  # what is not compared stands in no file
+            output.write_report(contents.build(found), folder.path / "report", folder.path / "report" / "plots")
 
     return so_far
 

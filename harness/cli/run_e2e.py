@@ -101,8 +101,8 @@ def e2e(
     beginning += "the gates of each task before it."
     if early and len(first) < len(run.jobs):
         gates = plan.GATE_SECONDS * len({(job.contestant.name, job.cell.task) for job in first})
-        beginning += f" A first table comes after {len(first)} of them, {about(early)}, and up to {about(gates)} more "
-        beginning += "where gates are judged for the first time."
+        beginning += f" A task's table comes with its first times, the last one after {len(first)} processes, "
+        beginning += f"{about(early)}, and up to {about(gates)} more where gates are judged for the first time."
     if minutes:
         beginning += f" Measuring ends {minutes:g} min after it began, apart from gates, with the block then under way "
         beginning += "and the memory of what was timed."

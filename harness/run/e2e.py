@@ -105,9 +105,9 @@ class Run(Session[Options, Contestant, Job, Request]):
                 for job in self.block:
                     yield job
                     replays.settle(self, job, progress.log)
-                is_first = number == 0 and place == len(self.options.tasks) and len(yielded) < len(self.jobs)
-                if is_first and self.measured > before:
-                    self.pace.so_far(True)  # the plan has every task at its smallest size first
+                is_first = number == 0 and place <= len(self.options.tasks)  # every task at its smallest size
+                if is_first and self.measured > before and len(yielded) < len(self.jobs):
+                    self.pace.so_far(self.block[0].cell.task)
             if is_over:
                 left = len({job.cell for job in self.jobs} - {job.cell for job in yielded})
                 self.missing += left
@@ -116,7 +116,7 @@ class Run(Session[Options, Contestant, Job, Request]):
                 self.pace.tell(self.folder.path, rounds, "time is up", progress.log)
                 return
             if self.measured > before and number + 1 < self._planned_rounds:
-                self.pace.so_far(False)
+                self.pace.so_far(None)
         if self.pace.minutes:
             self.pace.tell(self.folder.path, rounds, "as many as there may be", progress.log)
 

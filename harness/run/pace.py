@@ -26,18 +26,18 @@ Block = tuple[str, int]
 """Task and batch size."""
 
 
-def _nothing(is_first: bool) -> None:
+def _nothing(task: str | None) -> None:
     """Tell nobody."""
 
 
 @dataclass(frozen=True)
 class Pace:
     """``minutes``: how long to measure, apart from environments, data and gates; with it, rounds beyond the plan are
-    made where it is open who is fastest. ``so_far``: tells of what is measured so far, once every task has its first
-    times (``True``), and after every round but the last (``False``)."""
+    made where it is open who is fastest. ``so_far``: tells of a task, once it has its first times, and of all that is
+    measured (``None``) after every round but the last."""
 
     minutes: float | None = None
-    so_far: Callable[[bool], None] = _nothing
+    so_far: Callable[[str | None], None] = _nothing
 
     def __post_init__(self) -> None:
         """Raise :class:`BadInput` for minutes that cannot be measured for."""
