@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,27 +30,15 @@ def env_list(as_json: Json = False) -> None:
 @app.command("make")
 def env_make(
     names: Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")] = None,
-    git_mirrors: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of git bundles (REPOSITORY.bundle) or mirrors (REPOSITORY.git) to take git requirements from; "
-            "other verbs: DPBENCH_GIT_MIRRORS.",
-            metavar="FOLDER",
-        ),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Build environments ahead of a run, one per processor at once. Exit code 3 where one could not be installed."""
     from concurrent.futures import ThreadPoolExecutor
 
     from harness.cli import listing
-    from harness.environments import git_mirrors as mirrors
     from harness.environments import venv
     from harness.plan import registry
 
-    if git_mirrors is not None:
-        os.environ[mirrors.VARIABLE] = str(git_mirrors)
-    mirrors.folder()  # a wrong name is told before anything is built
     log = (lambda text: None) if as_json else print
 
     def make(framework: registry.Framework) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,14 +23,16 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from harness.environments import executor, git_mirrors, installer, variables
+from harness.environments import executor, installer, variables
 from harness.environments.backend import AnyContestant, Argument, LocalBackend, Log, as_words
 from harness.environments.executor import WORKER, Executor, Venv
+from harness.environments.orphans import dying_with_parent
 from harness.environments.unavailable import Unavailable
 from harness.plan.registry import Framework, frameworks, pins
 from harness.store import cache
 
 MARKER = "dpbench.json"
+GIT_PIN = re.compile(r"(?P<package>\S+) @ git\+(?P<address>\S+?)@[0-9a-f]{40}")
 
 
 class EnvironmentFault(executor.ToolFault):
@@ -193,12 +196,9 @@ def _build(framework: Framework, folder: Path, log: Log) -> Environment:
     if pins(framework.requirements_without_dependencies):
         needed.append(["--no-deps", "-r", str(framework.requirements_without_dependencies)])
     try:
-        with (
-            git_mirrors.redirected(_git_pins(framework), git_mirrors.folder()) as redirections,
-            log_file.open("w") as output,
-        ):
-            git_mirrors.check_reachable(_git_pins(framework), redirections)
-            given = variables.of_installer(redirections)
+        given = variables.of_installer({})
+        _check_git(framework, given)
+        with log_file.open("w") as output:
             python = interpreter(framework.python)
             for step in (
                 lambda: installer.make(folder, python, output, given),
@@ -212,8 +212,6 @@ def _build(framework: Framework, folder: Path, log: Log) -> Environment:
                 f"not installable here: its installer ended well, and {', '.join(lacking)} is not in {folder}; the "
                 f"whole log is {log_file}."
             )
-    except git_mirrors.GitFault as fault:
-        raise EnvironmentFault(str(fault)) from None
     except EnvironmentFault:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -224,9 +222,21 @@ def _build(framework: Framework, folder: Path, log: Log) -> Environment:
     return _read(folder)
 
 
-def _git_pins(framework: Framework) -> list[git_mirrors.GitPin]:
+def _check_git(framework: Framework, environment: Mapping[str, str]) -> None:
+    """Ask every repository that the framework pins a commit of for its branches: seconds, where pip would come to it
+    after gigabytes of other packages. Raises :class:`EnvironmentFault` where git does not reach one."""
     files = (framework.requirements, framework.requirements_without_dependencies)
-    return git_mirrors.git_pins(line for file in files for line in pins(file))
+    found = [match for file in files for line in pins(file) if (match := GIT_PIN.fullmatch(line))]
+    if found and shutil.which("git") is None:
+        raise EnvironmentFault("not installable here: git is not on the PATH; install it and run again.")
+    for pin in found:
+        command = dying_with_parent(["git", "ls-remote", "--quiet", pin["address"]])
+        if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment).returncode:
+            raise EnvironmentFault(
+                f"not installable offline: {pin['package']} comes from a git commit and from no package registry, and "
+                f"git could not reach it from here; tell git where a copy lies: git config --global "
+                f"url.file:///FOLDER/NAME.git.insteadOf {pin['address']}."
+            )
 
 
 def _why(code: int, log_file: Path) -> str:
