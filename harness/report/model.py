@@ -68,7 +68,7 @@ class Section:
 class Picture:
     """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
     shows, in words, for those who cannot see it; ``provenance``: machine, rules, days and code, for captions and for
-    the metadata of its files. ``draw`` makes a :class:`harness.report.figures.drawing.Drawing`."""
+    the metadata of its files. ``draw`` makes a Vega-Lite specification."""
 
     stem: str
     title: str

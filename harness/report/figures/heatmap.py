@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.report.figures import looks
-from harness.report.figures.drawing import Drawing, Style, width
+from harness.report.figures.panel import SMALL, Spec, layer
 
 MOST_LINES = 8
 """Lines that can still be told apart; there are as many colours."""
-ROW, ROW_WITH_INTERVAL = 13.7, 19.4
-"""Points."""
+ROW, ROW_WITH_INTERVAL, WIDTH = 18, 26, 400
+"""Pixels: heights of a row, and what all columns take."""
 LONGEST = 40
 """Letters of a title that fit beside a grid."""
 SLOWEST = 32.0
@@ -37,50 +39,49 @@ class HeatmapCell:
 Squares = Mapping[tuple[str, int], HeatmapCell]
 
 
-def row_height(squares: Squares) -> float:
-    """Return how many points a row needs."""
-    return ROW_WITH_INTERVAL if any(square.interval for square in squares.values()) else ROW
-
-
-def names_width(names: Sequence[str], title: Callable[[str], str]) -> float:
-    """Return how many points the names beside a grid need."""
-    return max(width(_short(title(name)), 8, _weight(name)) for name in names)
-
-
-def draw(
-    drawing: Drawing,
-    left: float,
-    top: float,
-    right: float,
+def grid(
     names: Sequence[str],
     sizes: Sequence[int],
     squares: Squares,
     title: Callable[[str], str] = str,
-) -> float:
-    """Draw a row per name, shown by its title, and a column per batch size; a place without a square says so.
-
-    Returns:
-        Where the grid ends, its batch sizes included.
-    """
-    row, column = row_height(squares), (right - left) / len(sizes)
-    for y, name in enumerate(names):
-        above = top + y * row
-        drawing.write(left - 5, above + row / 2 + 3, _short(title(name)), 8, anchor="end", style=_weight(name))
-        for x, size in enumerate(sizes):
-            square = squares.get((name, size), HeatmapCell("–"))
-            depth = None if square.factor is None else depth_of(square.factor)
-            beside = left + x * column
-            colour = EMPTY if depth is None else shade(depth)
-            drawing.rectangle(beside + 0.5, above + 0.5, beside + column - 0.5, above + row - 0.5, colour)
-            ink = "#555555" if depth is None else "#ffffff" if depth >= WHITE_FROM else "#000000"
-            style: Style = "italic" if depth is None else "normal"
-            middle = above + row * (0.33 if square.interval else 0.5) + 2.6
-            drawing.write(beside + column / 2, middle, square.text, 7, ink, "middle", style)
-            if square.interval:
-                drawing.write(beside + column / 2, above + row * 0.74 + 1.9, square.interval, 5, ink, "middle")
-    for x, size in enumerate(sizes):
-        drawing.write(left + (x + 0.5) * column, top + len(names) * row + 10, str(size), anchor="middle")
-    return top + len(names) * row + 12
+    plain: Container[str] = (),
+    above: str = "",
+) -> Spec:
+    """Return a row per name, shown by its title, and a column per batch size; a place without a square says so.
+    ``plain``: names whose titles are in italics; ``above``: what stands above the grid."""
+    shown = {name: textwrap.shorten(title(name), LONGEST, placeholder="…") for name in names}
+    rows = []
+    for name, size in itertools.product(names, sizes):
+        square = squares.get((name, size), HeatmapCell("–"))
+        depth = None if square.factor is None else depth_of(square.factor)
+        ink = "#555555" if depth is None else "#ffffff" if depth >= WHITE_FROM else "#000000"
+        place = {"row": shown[name], "size": str(size), "colour": EMPTY if depth is None else shade(depth), "ink": ink}
+        rows.append({**place, "text": square.text, "interval": square.interval})
+    has_intervals = any(row["interval"] for row in rows)
+    styles = {"Weight": ("bold", looks.is_own), "Style": ("italic", plain.__contains__)}
+    label = {
+        f"labelFont{what}": {
+            "condition": {"test": f"indexof({json.dumps([shown[n] for n in names if holds(n)])}, datum.value) >= 0"}
+            | {"value": value},
+            "value": "normal",
+        }
+        for what, (value, holds) in styles.items()
+    }
+    bare = {"title": None, "ticks": False, "domain": False, "grid": False}
+    x: Spec = {"field": "size", "type": "nominal", "sort": [*map(str, sizes)]}
+    x["axis"] = {**bare, "title": "batch size", "labelAngle": 0, "orient": "bottom"}
+    y: Spec = {"field": "row", "type": "nominal", "sort": list(shown.values()), "axis": {**bare, **label}}
+    words: Spec = {"type": "text", "fontSize": SMALL}
+    return {
+        "title": {"text": above, "anchor": "start", "fontSize": 12, "fontWeight": "normal"},
+        "width": WIDTH,
+        "height": {"step": ROW_WITH_INTERVAL if has_intervals else ROW},
+        "layer": [
+            layer(rows, {"type": "rect", "stroke": "#ffffff"}, x, y, color="colour"),
+            layer(rows, {**words, "dy": -4 if has_intervals else 0}, x, y, text="text", color="ink"),
+            layer(rows, {**words, "dy": 7, "fontSize": 7}, x, y, text="interval", color="ink"),
+        ][: 3 if has_intervals else 2],
+    }
 
 
 def depth_of(factor: float) -> float:
@@ -95,11 +96,3 @@ def shade(depth: float) -> str:
     share = place - first
     lighter, darker = (bytes.fromhex(colour) for colour in SHADES[first : first + 2])
     return "#" + bytes(round(a * (1 - share) + b * share) for a, b in zip(lighter, darker, strict=True)).hex()
-
-
-def _short(title: str) -> str:
-    return textwrap.shorten(title, LONGEST, placeholder="…")
-
-
-def _weight(name: str) -> Style:
-    return "bold" if looks.is_own(name) else "normal"

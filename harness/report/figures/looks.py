@@ -30,6 +30,17 @@ UNKNOWN = ("#6E6E6E", "o")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7B4FA3")
 """Okabe and Ito's colours, told apart by colour-blind people, and two more: for what is no contestant."""
 MARKERS = "os^Dv<>PX*hd"
+SHAPES = {
+    **{"o": "circle", "s": "square", "^": "triangle-up", "v": "triangle-down", "<": "triangle-left"},
+    **{">": "triangle-right", "D": "diamond", "d": "diamond", "P": "cross", "X": "cross", "8": "circle"},
+    "*": "M0,-1L.24,-.32 .95,-.31 .38,.12 .59,.81 0,.4 -.59,.81 -.38,.12 -.95,-.31 -.24,-.32Z",
+    **dict.fromkeys("phH", "M0,-.95L.82,-.47 .82,.47 0,.95 -.82,.47 -.82,-.47Z"),
+    **{"x": "M-.8,-.8L.8,.8M-.8,.8L.8,-.8", "_": "stroke"},
+}
+"""Letter of a marker -> the shape, as Vega names or draws it."""
+DASHES: Mapping[str, list[int]] = {"-": [1, 0], "--": [6, 3], "-.": [6, 3, 2, 3], ":": [2, 2]}
+TINTS: Mapping[Fill, float] = {"full": 1.0, "left": 0.5, "right": 0.5, "top": 0.25, "bottom": 0.25, "none": 0.0}
+"""How much of a marker's colour is inside of it; the rest is white."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,18 @@ def of_all(names: Sequence[str], private: Mapping[str, bool]) -> dict[str, Look]
         *(n for n in names if n.startswith(f"{BASELINE_FRAMEWORK}-")),
     }
     return {name: of(name) if name in bright else replace(of(name), colour=GREY) for name in names}
+
+
+def line(colour: str, kind: Line = "-") -> Look:
+    """Return the look of a line that is no contestant's."""
+    return Look(colour, "o", kind)
+
+
+def inside(look: Look) -> str:
+    """Return the colour inside of a marker."""
+    share = TINTS[look.fill]
+    parts = [int(str(look.colour)[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02X}" for part in parts)
 
 
 def light(colour: str) -> str:

@@ -12,9 +12,8 @@ from harness.analysis.tidy import rows_of
 from harness.report import model
 from harness.report.figures import looks, panel
 from harness.report.figures import tasks as task_figures
-from harness.report.figures.drawing import Drawing
 from harness.report.figures.looks import Look
-from harness.report.figures.panel import Panel, Scale
+from harness.report.figures.panel import Panel, Spec
 from harness.report.model import MEBIBYTE, Picture, Section
 
 FEWEST_SIZES = 3
@@ -60,36 +59,31 @@ def over_batch_size(
     measured: pd.DataFrame,
     failed: pd.DataFrame,
     style: Mapping[str, Look],
-) -> Drawing:
+) -> Spec:
     """MiB over batch size, both logarithmic. Contestants without DP are dotted."""
     names = [name for name in tables.order if name in {*measured.contestant, *failed.contestant}]
     sizes = sorted({*measured.batch_size, *failed.batch_size})
     lost = [name for name in names if name in set(failed.contestant)]
-    y = panel.around(measured["median"] / MEBIBYTE)
+    low, high = panel.around(measured["median"] / MEBIBYTE)
     share = ROW * len(lost)
-    if share:  # a row of states per contestant above the highest point
-        y = Scale(y.low, y.high * (y.high / y.low) ** (share / (1 - share)))
-    drawing = panel.page(f"{model.task_title(task, synthetic)}: peak memory")
-    one = Panel(drawing, task_figures.LEFT, 24, panel.PAGE - 8, 226, panel.of_sizes(sizes), y)
-    one.frame(
-        panel.size_ticks(sizes), panel.plain_ticks(y), x_label="batch size (log)", y_label="peak memory, MiB (log)"
-    )
+    top = high * (high / low) ** (share / (1 - share))  # a row of states per contestant above the highest point
+    y = panel.plain((low, top), "peak memory, MiB (log)")
+    one = Panel(panel.of_sizes(sizes, "batch size (log)"), y, task_figures.WIDTH, task_figures.HEIGHT)
     for name in names:
         shown = task_figures.points(measured[measured.contestant == name], "median", MEBIBYTE)
-        panel.lines(one, sizes, shown, style[name], label=tables.title(name))
+        panel.over_sizes(one, sizes, shown, style[name], label=tables.title(name))
     for i, name in enumerate(lost):
+        height = top / (top / low) ** (ROW * (i + 0.9))
         for row in rows_of(failed[failed.contestant == name]):
-            across = one.at(row.batch_size, y.low)[0]
-            down = one.top + ROW * (i + 0.5) * (one.bottom - one.top) + 2.5
-            drawing.write(across, down, f"× {row.state}", 7, str(style[name].colour), "middle")
+            one.write(row.batch_size, height, f"× {row.state}", str(style[name].colour))
     notes = [
         _points(measured, tables.title),
         f"Instrument: {INSTRUMENTS[measured.metric.iloc[0]]}.",
         *_in_words(tables, failed, names),
     ]
     with_points = [name for name in names if name in set(measured.contestant)]
-    task_figures.below_task(drawing, tables, section, notes, with_points, style)
-    return drawing
+    title = f"{model.task_title(task, synthetic)}: peak memory"
+    return task_figures.page(title, [one.spec()], tables, section, notes, with_points, style)
 
 
 def _points(measured: pd.DataFrame, title: Callable[[str], str]) -> str:

@@ -1,183 +1,223 @@
-"""Panels with two axes on a drawing; the title above them, and the legend and the notes below."""
+"""Panels with two axes as Vega-Lite specifications; the title above them, and the legend and the notes below."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from harness.report.figures import looks
-from harness.report.figures.drawing import Drawing, Mark, Point, width
 from harness.report.figures.looks import Look
 
-PAGE = 468.0
-"""Points: the text width of a printed page, so that 8-point letters are printed as 8 points."""
+Spec = dict[str, Any]
+PAGE = 624.0
+"""Pixels: the text width of a printed page (165 mm), 96 to the inch."""
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+"""Three names of letters of one width: what is laid out here fits wherever it is shown."""
+LETTER, SMALL = 10.5, 9.5
+"""Pixels: sizes of labels, and of notes and of names inside of a panel."""
+TITLE_LETTERS, NOTE_LETTERS = 84, 128
+"""Letters in a line of a figure's title and of its notes."""
 GRID, EDGE, FAINT = "#dddddd", "#333333", "#6E7378"
-MARKER, NAME = 4.5, 6.0
-"""Points: sizes of a marker and of the letters of a name inside of a panel."""
-DASHES: Mapping[str, tuple[float, ...]] = {"-": (), "--": (4.5, 2), "-.": (6, 2, 1.2, 2), ":": (1.3, 2)}
-TITLE_ROOM = 18.0
-"""Points above the first panel."""
+CONFIG: Spec = {
+    "font": FONT,
+    "view": {"stroke": None},
+    "axis": {"labelFontSize": LETTER, "titleFontSize": LETTER, "titleFontWeight": "normal", "labelLimit": 300}
+    | {"gridColor": GRID, "domainColor": EDGE, "tickColor": EDGE, "labelOverlap": False},
+}
 
 Ticks = Sequence[tuple[float, str]]
 """Values of an axis with their labels; an empty label is a line of the grid alone."""
 
 
 @dataclass(frozen=True)
-class Scale:
-    """An axis from ``low`` to ``high``, logarithmic or straight."""
+class Axis:
+    """An axis from ``low`` to ``high``, logarithmic or straight. ``grid``: whether its ticks have a line."""
 
     low: float
     high: float
     log: bool = True
-
-    def at(self, value: float) -> float:
-        """Return where a value lies, 0 at the low end and 1 at the high one."""
-        if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
+    ticks: Ticks = ()
+    title: str = ""
+    grid: bool = True
 
     def holds(self, value: float) -> bool:
         """Return whether a value lies on the axis."""
-        return self.low <= value <= self.high
+        return min(self.low, self.high) <= value <= max(self.low, self.high)
+
+    def channel(self, name: str) -> Spec:
+        """Return the encoding of a field by this axis."""
+        values, labels = [float(value) for value, _ in self.ticks], [label for _, label in self.ticks]
+        shown = f"{json.dumps(labels, ensure_ascii=False)}[indexof({json.dumps(values)}, datum.value)]"
+        axis = {"values": values, "labelExpr": shown, "title": self.title or None, "grid": self.grid}
+        kind = "log" if self.log else "linear"
+        scale = {"type": kind, "domain": [float(self.low), float(self.high)], "nice": False, "zero": False}
+        return {"field": name, "type": "quantitative", "scale": scale, "axis": axis if values else None}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Panel:
-    """A rectangle of a drawing with an axis to the right and one upwards. Lengths are in points."""
+    """What lies between two axes; later points lie above earlier ones. ``title``: its lines."""
 
-    drawing: Drawing
-    left: float
-    top: float
-    right: float
-    bottom: float
-    x: Scale
-    y: Scale
+    x: Axis
+    y: Axis
+    width: float
+    height: float
+    title: Sequence[str] = ()
+    lines: list[Spec] = field(default_factory=list)
+    bars: list[Spec] = field(default_factory=list)
+    marks: list[Spec] = field(default_factory=list)
+    texts: list[Spec] = field(default_factory=list)
+    bands: list[Spec] = field(default_factory=list)
+    pieces: int = 0
 
-    def at(self, x: float, y: float) -> Point:
-        """Return the place of a value on the page."""
-        across, up = self.x.at(x), self.y.at(y)
-        return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
-
-    def frame(
-        self,
-        x_ticks: Ticks,
-        y_ticks: Ticks,
-        title: Sequence[str] = (),
-        x_label: str = "",
-        y_label: str = "",
-        grid: str = "xy",
-    ) -> None:
-        """Draw grid, axes, labels and the title, in lines, above the panel; the drawing reaches below them all.
-        ``grid``: the axes whose ticks have a line."""
-        turned = self._is_crowded(x_ticks)
-        for value, label in x_ticks:
-            x = self.at(value, self.y.low)[0]
-            if "x" in grid:
-                self.drawing.curve(((x, self.top), (x, self.bottom)), GRID, 0.5)
-            if turned:
-                self.drawing.write(x + 3, self.bottom + 5 + width(label, 8), label, turned=True)
-            else:
-                self.drawing.write(x, self.bottom + 10, label, anchor="middle")
-        for value, label in y_ticks:
-            y = self.at(self.x.low, value)[1]
-            if "y" in grid:
-                colour, thickness = (GRID, 0.5) if label else ("#eeeeee", 0.3)
-                self.drawing.curve(((self.left, y), (self.right, y)), colour, thickness)
-            self.drawing.write(self.left - 4, y + 3, label, anchor="end")
-        corner = ((self.left, self.top), (self.left, self.bottom), (self.right, self.bottom))
-        self.drawing.curve(corner, EDGE, 0.8)
-        for i, line in enumerate(reversed(title)):
-            self.drawing.write(self.left, self.top - 5 - 11 * i, line, 9)
-        below = 7 + max((width(label, 8) for _, label in x_ticks), default=0.0) if turned else 12.0
-        if x_label:
-            below += 10
-            self.drawing.write((self.left + self.right) / 2, self.bottom + below, x_label, anchor="middle")
-        self.drawing.height = max(self.drawing.height, self.bottom + below + 8)
-        if y_label:
-            beside = max((width(label, 8) for _, label in y_ticks), default=0.0) + 9
-            middle = (self.top + self.bottom) / 2
-            self.drawing.write(self.left - beside, middle, y_label, anchor="middle", turned=True)
-
-    def _is_crowded(self, x_ticks: Ticks) -> bool:
-        """Return whether labels side by side would touch."""
-        ends = [(self.at(value, self.y.low)[0], width(label, 8)) for value, label in x_ticks if label]
-        near = any(b - a < (left + right) / 2 + 3 for (a, left), (b, right) in itertools.pairwise(ends))
-        return near or sum(long + 5 for _, long in ends) > self.right - self.left
-
-    def curve(self, xs: Sequence[float], ys: Sequence[float], look: Look, thickness: float = 1.2) -> None:
+    def curve(self, xs: Sequence[float], ys: Sequence[float], look: Look, thickness: float = 1.6) -> None:
         """Join points in the look's line, broken where a value is missing."""
-        if not look.line:
-            return
-        part: list[Point] = []
-        for x, y in [*zip(xs, ys, strict=True), (math.nan, math.nan)]:
-            if not math.isnan(y):
-                part.append(self.at(x, y))
+        for x, y in zip(xs, ys, strict=True) if look.line else ():
+            if math.isnan(y):
+                self.pieces += 1
                 continue
-            if len(part) > 1:
-                self.drawing.curve(part, str(look.colour), thickness, DASHES[look.line])
-            part = []
+            drawn = {"piece": self.pieces, "colour": str(look.colour), "dash": looks.DASHES[look.line]}
+            self.lines.append({"x": float(x), "y": float(y), "thickness": thickness, **drawn})
+        self.pieces += 1
 
-    def mark(self, x: float, y: float, look: Look, size: float = MARKER) -> None:
-        """Draw a point."""
-        self.drawing.items.append(Mark(*self.at(x, y), look.marker, size, str(look.colour), look.fill))
+    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], look: Look) -> None:
+        """Fill what lies between two curves."""
+        made = ({"x": float(x), "y": float(a), "y2": float(b)} for x, a, b in zip(xs, lows, highs, strict=True))
+        self.bands += [{**one, "piece": self.pieces, "colour": str(look.colour)} for one in made]
+        self.pieces += 1
+
+    def mark(self, x: float, y: float, look: Look, size: float = 34.0) -> None:
+        """Draw a point. ``size``: square pixels."""
+        self.marks.append({"x": float(x), "y": float(y), "size": size, **_drawn(look)})
 
     def bar(self, place: float, low: float, high: float, look: Look, across: bool = False) -> None:
         """Draw an interval, upwards or ``across``; an end beyond the axis is an arrow at its edge."""
         if math.isnan(low) or math.isnan(high):
             return
-        colour, axis = str(look.colour), self.x if across else self.y
-        thickness, cap, arrows, size = (0.8, 1.5, "<>", 3) if across else (1.0, 2.5, "v^", MARKER)
-        ends = [min(max(value, axis.low), axis.high) for value in (low, high)]
-        points = [(end, place) if across else (place, end) for end in ends]
-        self.drawing.curve([self.at(*point) for point in points], colour, thickness)
-        for value, point, arrow in zip((low, high), points, arrows, strict=True):
-            x, y = self.at(*point)
-            if axis.holds(value):
-                ticks = ((x, y - cap), (x, y + cap)) if across else ((x - cap, y), (x + cap, y))
-                self.drawing.curve(ticks, colour, thickness)
-            else:
-                self.mark(*point, Look(colour, arrow, ""), size)
+        place = float(place)
+        axis = self.x if across else self.y
+        first, last = (min(max(float(end), axis.low), axis.high) for end in (low, high))
+        ends = {"x": first, "x2": last, "y": place, "y2": place} if across else {"y": first, "y2": last, "x": place}
+        self.bars.append({"x2": place, **ends, "colour": str(look.colour)})
+        for value, end, arrow in zip((low, high), (first, last), "<>" if across else "v^", strict=True):
+            if not axis.holds(value):
+                x, y = (end, place) if across else (place, end)
+                self.mark(x, y, Look(look.colour, arrow, ""))
+
+    def write(self, x: float, y: float, text: str, colour: str = FAINT, align: str = "center") -> None:
+        """Write at a point."""
+        self.texts.append({"x": float(x), "y": float(y), "text": text, "colour": colour, "align": align})
 
     def name(self, x: float, y: float, text: str) -> bool:
-        """Write a name beside a grey line, which is in no legend, inside of the panel; False where another name is in
-        its place, for elsewhere it would name another line."""
-        across, up = self.at(x, y)
-        while text and width(text, NAME) > across - 2 - self.left:
-            text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
-        others = [item.y for item in self.drawing.texts if item.size == NAME and self.left < item.x < self.right]
-        taken = [y for y in others if self.top < y < self.bottom]
-        baseline = max(self.top + NAME, up - 4)
-        if any(abs(y - baseline) < NAME for y in taken):
+        """Write a name beside a grey line, which is in no legend; False where another name is in its place, for
+        elsewhere it would name another line."""
+        room = SMALL / self.height
+        others = [text for text in self.texts if text["align"] == "right" and text["x"] == x]
+        if any(abs(self._up(y) - self._up(other["y"])) < room for other in others):
             return False
-        self.drawing.write(across - 2, baseline, text, NAME, FAINT, anchor="end")
+        most = int((self.width - 4) / (0.5 * SMALL))
+        self.write(x, y, text if len(text) <= most else text[: most - 1] + "…", align="right")
         return True
 
+    def _up(self, y: float) -> float:
+        return math.log(y / self.y.low) / math.log(self.y.high / self.y.low)
 
-def page(title: str) -> Drawing:
-    """Return an empty page with its title, in smaller letters where it would be wider than the page."""
-    drawing = Drawing(PAGE, TITLE_ROOM)
-    drawing.write(4, 12, title, min(9.0, 9.0 * (PAGE - 8) / width(title, 9, "bold")), style="bold")
-    return drawing
+    def spec(self) -> Spec:
+        """Return the panel."""
+        x, y = self.x.channel("x"), self.y.channel("y")
+        longest = max((len(label) for _, label in self.x.ticks), default=0)
+        if (longest + 2) * len(self.x.ticks) * 0.55 * LETTER > self.width:
+            x["axis"]["labelAngle"] = -90
+        line = {"color": "colour", "detail": "piece", "strokeDash": "dash", "strokeWidth": "thickness"}
+        beside = [text for text in self.texts if text["align"] == "right"]
+        above = [text for text in self.texts if text["align"] != "right"]
+        layers = (
+            layer(self.bands, {"type": "area", "opacity": 0.18}, x, y, y2="y2", color="colour", detail="piece"),
+            layer(self.lines, {"type": "line"}, x, y, **line),
+            layer(self.bars, {"type": "rule"}, x, y, x2="x2", y2="y2", color="colour"),
+            layer(self.marks, {"type": "point", "opacity": 1}, x, y, **SHAPE, size="size"),
+            layer(beside, {**WORDS, "align": "right", "dx": -3, "dy": -7}, x, y, text="text", color="colour"),
+            layer(above, {**WORDS, "align": "center"}, x, y, text="text", color="colour"),
+        )
+        title = {"text": list(self.title), "anchor": "start", "frame": "group", "fontSize": 12, "fontWeight": "normal"}
+        size = {"width": self.width, "height": self.height, **({"title": title} if any(self.title) else {})}
+        shown = [one for one in layers if one["data"]["values"]]
+        return {**size, "layer": shown or [layer([{}], {"type": "point", "opacity": 0}, x, y)]}
 
 
-def folded(text: str, room: float, size: float = 9) -> list[str]:
-    """Return the text in lines that are at most ``room`` points wide, but for a word that is wider alone."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and width(longer, size) > room:
-            lines.append(word)
-        else:
-            lines[-1] = longer
-    return lines
+WORDS: Spec = {"type": "text", "fontSize": SMALL}
+SHAPE = {"stroke": "colour", "fill": "fill", "shape": "shape"}
+"""Channels of a point, and the fields that they show."""
 
 
-def lines(
+def layer(rows: Sequence[Spec], mark: Spec, x: Spec, y: Spec, **fields: str) -> Spec:
+    """Return a layer of rows, whose looks stand in them and need no scale. ``fields``: channel -> field."""
+    own: Spec = {channel: {"field": name, "type": "nominal", "scale": None} for channel, name in fields.items()}
+    own |= {channel: {"field": fields[channel]} for channel in ("x2", "y2", "detail", "text") if channel in fields}
+    return {"data": {"values": list(rows)}, "mark": mark, "encoding": {"x": x, "y": y, **own}}
+
+
+def page(title: str, panels: Sequence[Spec], notes: Sequence[str], style: Mapping[str, Look], columns: int = 1) -> Spec:
+    """Return a figure: its title, the panels in so many columns, the legend (name -> look), the notes."""
+    lines = textwrap.wrap(title, TITLE_LETTERS)
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "title": {"text": lines, "anchor": "start", "fontSize": 12, "fontWeight": "bold"},
+        "background": "#ffffff",
+        "config": CONFIG,
+        "vconcat": [
+            {"concat": list(panels), "columns": columns},
+            *([_legend(style)] if style else []),
+            _written(notes),
+        ],
+        "spacing": 8,
+        "align": "none",
+    }
+
+
+LEGEND_COLUMNS, LEGEND_ROW, NOTE_ROW, HANDLE = 4, 16.0, 12.0, 34.0
+"""The most columns of the legend; pixels of its rows, of a line of the notes, and of an entry's line and gap."""
+
+
+def _legend(style: Mapping[str, Look]) -> Spec:
+    """Return the legend (name -> look), placed by pixels."""
+    widest = HANDLE + 0.62 * LETTER * max(map(len, style), default=0)
+    columns = max(1, min(LEGEND_COLUMNS, len(style), int(PAGE / widest)))
+    rows = math.ceil(len(style) / columns)
+    entries = []
+    for i, (name, look) in enumerate(style.items()):
+        left, y = PAGE / columns * (i // rows), LEGEND_ROW * (i % rows + 0.5)
+        ends = {"begin": left, "middle": left + 13, "end": left + 26, "behind": left + HANDLE, "y": y, "text": name}
+        entries.append({**ends, **_drawn(look), "dash": looks.DASHES.get(look.line)})
+    joined = [entry for entry in entries if entry["dash"]]
+    across, down = Axis(0, PAGE, log=False), Axis(LEGEND_ROW * rows, 0, log=False).channel("y")
+    layers = (
+        layer(joined, {"type": "rule"}, across.channel("begin"), down, x2="end", color="colour", strokeDash="dash"),
+        layer(entries, {"type": "point", "opacity": 1, "size": 34}, across.channel("middle"), down, **SHAPE),
+        layer(entries, {**WORDS, "align": "left", "fontSize": LETTER}, across.channel("behind"), down, text="text"),
+    )
+    shown = [one for one in layers if one["data"]["values"]]
+    return {"width": PAGE, "height": LEGEND_ROW * rows, "layer": shown}
+
+
+def _drawn(look: Look) -> Spec:
+    return {"shape": looks.SHAPES[look.marker], "colour": str(look.colour), "fill": looks.inside(look)}
+
+
+def _written(notes: Sequence[str]) -> Spec:
+    lines = [line for note in notes for line in textwrap.wrap(note, NOTE_LETTERS)]
+    rows = [{"x": 0.0, "y": NOTE_ROW * (i + 0.5), "text": line} for i, line in enumerate(lines)]
+    height = NOTE_ROW * len(lines)
+    across, down = Axis(0, PAGE, log=False).channel("x"), Axis(height, 0, log=False).channel("y")
+    mark = {**WORDS, "align": "left", "color": "#444444"}
+    return {"width": PAGE, "height": height, "layer": [layer(rows, mark, across, down, text="text")]}
+
+
+def over_sizes(
     panel: Panel,
     sizes: Sequence[int],
     shown: Mapping[int, tuple[float, float, float]],
@@ -205,39 +245,44 @@ def lines(
         panel.name(known[-1][0], known[-1][1], label)
 
 
-def around(values: Sequence[float]) -> Scale:
-    """Return a logarithmic axis of these points, whatever their intervals: those that leave it end in an arrow. It has
-    no place for a zero."""
+def around(values: Iterable[float]) -> tuple[float, float]:
+    """Return the ends of a logarithmic axis of these points, whatever their intervals: those that leave it end in an
+    arrow. It has no place for a zero."""
     shown = [value for value in values if value > 0] or [1.0]
-    return Scale(min(shown) / 1.35, max(shown) * 1.35)
+    return min(shown) / 1.35, max(shown) * 1.35
 
 
-def of_sizes(sizes: Sequence[int]) -> Scale:
-    """Return a logarithmic axis of batch sizes with room beside the outer ones."""
-    return Scale(min(sizes) / 1.6, max(sizes) * 1.6)
+def of_sizes(sizes: Sequence[int], title: str) -> Axis:
+    """Return a logarithmic axis of batch sizes, a tick for each, with room beside the outer ones."""
+    return Axis(min(sizes) / 1.6, max(sizes) * 1.6, ticks=[(float(size), str(size)) for size in sizes], title=title)
 
 
-def size_ticks(sizes: Sequence[int]) -> Ticks:
-    """Return a tick for every batch size."""
-    return [(float(size), str(size)) for size in sizes]
+def plain(ends: tuple[float, float], title: str) -> Axis:
+    """Return a logarithmic axis of plain numbers between these ends."""
+    return Axis(*ends, ticks=plain_ticks(*ends), title=title)
 
 
-def plain_ticks(scale: Scale) -> Ticks:
+def factors(ends: tuple[float, float], title: str, grid: bool = True) -> Axis:
+    """Return a logarithmic axis of factors between these ends."""
+    return Axis(*ends, ticks=factor_ticks(*ends), title=title, grid=grid)
+
+
+def plain_ticks(low: float, high: float) -> Ticks:
     """Return ticks of a logarithmic axis in plain numbers. Under two decades the powers of ten alone would label it
     once or never, so 2 and 5 are labelled too; under one decade, every digit; where even those are few, steps as on a
     straight axis."""
-    span = scale.high / scale.low
+    span = high / low
     if span < 3:
-        return [(value, f"{value:g}") for value in _steps(scale.low, scale.high)]
+        return [(value, f"{value:g}") for value in _steps(low, high)]
     digits = (1, *range(2, 10)) if span < 6 else (1, 2, 5) if span < 100 else (1,)
-    first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = 1 + (last - first) // 8
     found = [
         (digit * 10.0**power, f"{digit * 10.0**power:g}" if digit in digits and power % every == 0 else "")
         for power in range(first, last + 1)
         for digit in range(1, 10)
     ]
-    return [(value, label) for value, label in found if scale.holds(value)]
+    return [(value, label) for value, label in found if low <= value <= high]
 
 
 def _steps(low: float, high: float) -> list[float]:
@@ -270,39 +315,3 @@ def factor_ticks(low: float, high: float) -> Ticks:
         if len(found) >= 3 and all(any(a <= value <= b and value != 1.0 for value in found) for a, b in wide):
             break
     return [(value, f"{value:g}×") for value in found]
-
-
-LEGEND_COLUMNS = 4
-LEGEND_ROW, NOTE_ROW = 12.5, 9.0
-LEGEND_HANDLE = 27.0
-"""Points: a row of the legend, a line of the notes, the line and gaps of an entry."""
-
-
-def legend_columns(widths: Sequence[float], room: float) -> int:
-    """Return into how many columns entries of these widths fit, up to :data:`LEGEND_COLUMNS`. They are filled from top
-    to bottom, the first ones by one entry more where they are not all full."""
-    for columns in range(min(LEGEND_COLUMNS, len(widths)), 1, -1):
-        if sum(float(column.max()) for column in np.array_split(widths, columns)) <= room:
-            return columns
-    return 1
-
-
-def below(drawing: Drawing, notes: Sequence[str], style: Mapping[str, Look]) -> None:
-    """Add the legend (name -> look) and the notes at the bottom; the drawing grows by the room that they take."""
-    names = list(style)
-    top = drawing.height
-    widths = [LEGEND_HANDLE + 6 + width(name, 8) for name in names]
-    columns = np.array_split(np.array(names, dtype=object), legend_columns(widths, PAGE)) if names else []
-    x = 4.0
-    for column in columns:
-        for i, name in enumerate(column):
-            y = top + 8 + LEGEND_ROW * i
-            panel = Panel(drawing, x, y - 1, x + 20, y + 1, Scale(0, 1, log=False), Scale(0, 1, log=False))
-            panel.curve((0, 1), (0.5, 0.5), style[name])
-            panel.mark(0.5, 0.5, style[name])
-            drawing.write(x + 24, y + 3, name)
-        x += LEGEND_HANDLE + 6 + max(width(name, 8) for name in column)
-    top += LEGEND_ROW * max(map(len, columns), default=0) + 4
-    for i, line in enumerate(line for note in notes for line in textwrap.wrap(note, 118)):
-        drawing.write(4, top + 8 + NOTE_ROW * i, line, 7, "#444444")
-        drawing.height = top + 8 + NOTE_ROW * i + 5

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -15,10 +16,9 @@ from harness.analysis.naming import factor, number, slug
 from harness.analysis.tidy import rows_of
 from harness.report import model
 from harness.report.figures import heatmap, looks, panel
-from harness.report.figures.drawing import Area, Drawing
 from harness.report.figures.heatmap import HeatmapCell
 from harness.report.figures.looks import Look
-from harness.report.figures.panel import Panel, Scale
+from harness.report.figures.panel import Axis, Panel, Spec
 from harness.report.model import Picture, Section
 
 PAPER_EPOCHS = 20
@@ -54,7 +54,7 @@ def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
 
 
 def picture(
-    stem: str, title: str, tables: Tables, section: Section, shown: pd.DataFrame, draw: Callable[[], Drawing]
+    stem: str, title: str, tables: Tables, section: Section, shown: pd.DataFrame, draw: Callable[[], Spec]
 ) -> Picture:
     """Return a figure with its provenance, which its file carries too. ``shown``: the numbers in it."""
     doubts = " Extrapolated from parts of epochs." if shown.extrapolated.any() else ""
@@ -77,7 +77,7 @@ def _as_grid(names: Sequence[str], sizes: Sequence[int]) -> bool:
     return len(names) > heatmap.MOST_LINES or len(sizes) < FEWEST_SIZES
 
 
-def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame) -> Drawing:
+def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame) -> Spec:
     """Return median seconds per epoch over batch size, both axes logarithmic, with intervals; of many, a grid."""
     sizes = sorted(group.batch_size.unique())
     title = f"{model.task_title(task, synthetic)}: seconds per epoch"
@@ -86,26 +86,21 @@ def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group:
     ok = group[group.state == "ok"]
     names = list(dict.fromkeys(ok.contestant))
     style = looks.of_all(names, _private(tables))
-    drawing = panel.page(title)
-    one = Panel(drawing, LEFT, 24, panel.PAGE - 8, 212, panel.of_sizes(sizes), panel.around(ok["median"]))
-    one.frame(
-        panel.size_ticks(sizes),
-        panel.plain_ticks(one.y),
-        x_label="batch size (log; contestants side by side)",
-        y_label="median seconds per epoch (log)",
-    )
+    x = panel.of_sizes(sizes, "batch size (log; contestants side by side)")
+    one = Panel(x, panel.plain(panel.around(ok["median"]), "median seconds per epoch (log)"), WIDTH, HEIGHT)
     for i, name in enumerate(names):
         shown = points(ok[ok.contestant == name], "median")
-        panel.lines(one, sizes, shown, style[name], shift(i, len(names)), tables.title(name))
+        panel.over_sizes(one, sizes, shown, style[name], shift(i, len(names)), tables.title(name))
     notes = [_bars(ok, tables.title), *_failures(tables, group), *_scaled(ok)]
-    below_task(drawing, tables, section, notes, names, style)
-    return drawing
+    return page(title, [one.spec()], tables, section, notes, names, style)
 
 
-LINE = 11.0
-"""Points from one line of a title to the next."""
-LEFT = 50.0
-"""Points between the edge of the page and a panel with values beside it."""
+WIDTH, HEIGHT = 540, 250
+"""Pixels of a panel that stands alone."""
+HALF, LOW = 228, 180
+"""Pixels of one that has another beside it."""
+TITLE_LETTERS = 38
+"""Letters in a line of such a panel's title."""
 
 
 def points(rows: pd.DataFrame, value: str, scale: float = 1.0) -> dict[int, tuple[float, float, float]]:
@@ -126,7 +121,7 @@ def _scaled(shown: pd.DataFrame) -> list[str]:
     return [f"{some} extrapolated from parts of epochs."]
 
 
-def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.DataFrame) -> Drawing:
+def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.DataFrame) -> Spec:
     ok = group[group.state == "ok"]
     private = _private(tables)
     fastest = ok[ok.contestant.map(private)].groupby("batch_size")["median"].min()
@@ -144,28 +139,19 @@ def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.Dat
     }
     sizes = sorted(group.batch_size.unique())
     names = sorted(dict.fromkeys(group.contestant), key=lambda name: private[name])
-    drawing = panel.page(title)
-    plain = sum(not private[name] for name in names)
-    both = 0 < plain < len(names)
-    left = 9 + heatmap.names_width(names, tables.title)
-    top = drawing.height
-    bottom = heatmap.draw(drawing, left, top, panel.PAGE - 4, names, sizes, squares, tables.title)
-    if both:
-        line = top + plain * heatmap.row_height(squares)
-        drawing.curve(((left, line), (panel.PAGE - 4, line)), "#000000", 0.8)
-    drawing.write((left + panel.PAGE - 4) / 2, bottom + 9, "batch size", anchor="middle")
-    drawing.height = bottom + 14
+    plain = [name for name in names if not private[name]]
     notes = [
         f"Number: median seconds. {model.spread_note(n)}",
-        "Shade: factor over the fastest private one of the same batch size." + " Above the line: without DP." * both,
+        "Shade: factor over the fastest private one of the same batch size."
+        + " In italics: without DP." * (0 < len(plain) < len(names)),
         *([model.DISTURBED_NOTE] if (ok.disturbed.astype(bool) & ~ok.swamped).any() else []),
         *([f"‼ {model.SWAMPED_NOTE}."] if ok.swamped.any() else []),
         *(["ᶠ some processes failed."] if ok.failed.any() else []),
         *_common_reasons(group[group.state != "ok"]),
         *_scaled(ok),
     ]
-    below_task(drawing, tables, section, notes, [], {})
-    return drawing
+    shown = heatmap.grid(names, sizes, squares, tables.title, plain)
+    return page(title, [shown], tables, section, notes, [], {})
 
 
 def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
@@ -176,7 +162,7 @@ def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
             yield f"{state}: {reasons.pop().rstrip('.')}."
 
 
-def relative(tables: Tables, section: Section) -> Drawing:
+def relative(tables: Tables, section: Section) -> Spec:
     """Return seconds relative to PyTorch without DP with 95 % intervals, a panel per task."""
     frame = section.of(tables.ratios)
     groups = list(model.blocks(frame))
@@ -184,11 +170,10 @@ def relative(tables: Tables, section: Section) -> Drawing:
     sizes = sorted(frame.batch_size.unique())
     as_grid = _as_grid(max((list(group.contestant.unique()) for _, _, group in groups), key=len), sizes)
     style = looks.of_all(names, _private(tables))
-    drawing = panel.page("Seconds per epoch relative to PyTorch without DP")
     if as_grid:
-        _relative_grids(drawing, tables, section, groups)
+        panels, columns = list(_relative_grids(tables, section, groups)), 1
     else:
-        _relative_lines(drawing, groups, sizes, panel.around(frame.ratio), style, tables.title)
+        panels, columns = list(_relative_lines(groups, sizes, panel.around(frame.ratio), style, tables.title)), 2
     notes = [
         f"Without DP: {model.baselines(frame)}.",
         f"{'Number' if as_grid else 'Point'}: {model.rounds_note(frame.n, 'brackets' if as_grid else 'bar')}",
@@ -197,52 +182,27 @@ def relative(tables: Tables, section: Section) -> Drawing:
         *([f"‼ {model.SWAMPED_NOTE}."] if as_grid and frame.swamped.any() else []),
         *_scaled(frame),
     ]
-    below_task(drawing, tables, section, notes, [] if as_grid else names, style)
-    return drawing
+    title = "Seconds per epoch relative to PyTorch without DP"
+    return page(title, panels, tables, section, notes, [] if as_grid else names, style, columns)
 
 
 Blocks = Sequence[tuple[str, bool, pd.DataFrame]]
 """Task, whether on synthetic data, rows."""
 
 
-def _relative_grids(drawing: Drawing, tables: Tables, section: Section, groups: Blocks) -> None:
+def _relative_grids(tables: Tables, section: Section, groups: Blocks) -> Iterator[Spec]:
     cells = section.of(tables.cells)
-    left = 9 + heatmap.names_width([n for _, _, group in groups for n in group.contestant.unique()], tables.title)
     for task, synthetic, group in groups:
         squares = _squares_of_ratios(group, _states(cells, task, synthetic))
-        for line in panel.folded(model.task_title(task, synthetic), panel.PAGE - 4 - left):
-            drawing.write(left, drawing.height + 9, line, 9)
-            drawing.height += LINE
-        drawing.height = 8 + heatmap.draw(
-            drawing,
-            left,
-            drawing.height + 13 - LINE,
-            panel.PAGE - 4,
-            list(dict.fromkeys(group.contestant)),
-            sorted(group.batch_size.unique()),
-            squares,
-            tables.title,
-        )
-    drawing.write((left + panel.PAGE - 4) / 2, drawing.height + 1, "batch size", anchor="middle")
-    drawing.height += 6
+        names, sizes = list(dict.fromkeys(group.contestant)), sorted(group.batch_size.unique())
+        yield heatmap.grid(names, sizes, squares, tables.title, above=model.task_title(task, synthetic))
 
 
-def columns(count: int, room: float = 186.0, lines: int = 1) -> Iterator[tuple[float, float, float, float]]:
-    """Yield left, top, right and bottom of ``count`` panels, two in a row, ``room`` points high with their labels and
-    one line of a title, and higher where that has more ``lines``."""
-    across = 2 if count > 1 else 1
-    half, above = panel.PAGE / across, LINE * (lines - 1)
-    for k in range(count):
-        left, top = k % across * half, panel.TITLE_ROOM + k // across * (room + above) + above
-        yield left + LEFT, top + 26, left + half - 8, top + room - 28
-
-
-def _titles(tasks: Sequence[tuple[str, bool]]) -> list[list[str]]:
-    """Return the titles of panels beside each other, in lines that fit, all of as many."""
-    (left, _, right, _), *_ = columns(len(tasks))
-    folded = [panel.folded(model.task_title(*task), right - left) for task in tasks]
-    most = max(map(len, folded))
-    return [[""] * (most - len(lines)) + lines for lines in folded]
+def _titles(tasks: Sequence[tuple[str, bool]], *more: str) -> list[list[str]]:
+    """Return the titles of panels beside each other, in lines that fit, all of as many; ``more`` lines at the end."""
+    wrapped = [textwrap.wrap(model.task_title(*task), TITLE_LETTERS) for task in tasks]
+    most = max(map(len, wrapped))
+    return [[""] * (most - len(lines)) + lines + list(more) for lines in wrapped]
 
 
 def _states(cells: pd.DataFrame, task: str, synthetic: bool) -> dict[tuple[str, int], str]:
@@ -266,31 +226,25 @@ def _squares_of_ratios(
 
 
 def _relative_lines(
-    drawing: Drawing,
     groups: Blocks,
     sizes: Sequence[int],
-    y: Scale,
+    ends: tuple[float, float],
     style: Mapping[str, Look],
     title: Callable[[str], str],
-) -> None:
-    """Ratio over batch size, a panel per task, a line per contestant."""
+) -> Iterator[Spec]:
+    """Yield ratio over batch size, a panel per task, a line per contestant."""
     titles = _titles([(task, synthetic) for task, synthetic, _ in groups])
-    places = columns(len(groups), lines=len(titles[0]))
-    for (_, _, group), above, (left, top, right, bottom) in zip(groups, titles, places, strict=True):
-        one = Panel(drawing, left, top, right, bottom, panel.of_sizes(sizes), y)
-        one.frame(
-            panel.size_ticks(sizes),
-            panel.factor_ticks(y.low, y.high),
-            above,
-            "batch size (log; side by side)",
-            "seconds / those without DP (log)" if left == LEFT else "",
-        )
+    x = panel.of_sizes(sizes, "batch size (log; side by side)")
+    for k, ((_, _, group), above) in enumerate(zip(groups, titles, strict=True)):
+        y = panel.factors(ends, "seconds / those without DP (log)" if k % 2 == 0 else "")
+        one = Panel(x, y, HALF if len(groups) > 1 else WIDTH, LOW, above)
         if y.holds(1.0):
-            drawing.curve((one.at(one.x.low, 1.0), one.at(one.x.high, 1.0)), "#000000", 1.0, panel.DASHES[":"])
+            one.curve((x.low, x.high), (1.0, 1.0), looks.line("#000000", ":"), 1.2)
         names = list(dict.fromkeys(group.contestant))
         for i, name in enumerate(names):
             shown = points(group[group.contestant == name], "ratio")
-            panel.lines(one, sizes, shown, style[name], shift(i, len(names)), title(name))
+            panel.over_sizes(one, sizes, shown, style[name], shift(i, len(names)), title(name))
+        yield one.spec()
 
 
 def shift(i: int, count: int) -> float:
@@ -348,27 +302,22 @@ def cumulative_seconds(epoch_seconds: Sequence[float], compile_seconds: float) -
     return compile_seconds + np.cumsum(measured + rest)
 
 
-def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) -> Drawing:
+def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) -> Spec:
     """Return the paper's figure: cumulative seconds over 20 epochs, compile time included, a panel per task."""
     everyone = [name for name in tables.order if any(name in run.curves for run in runs)]
     style = looks.of_all(everyone, _private(tables))
-    drawing = panel.page("Cumulative seconds over 20 epochs, compile time included")
-    named = True
+    named, panels = True, []
     titles = _titles([(run.task, run.synthetic) for run in runs])
-    places = columns(len(runs), 197.0, len(titles[0]))
-    for run, above, (left, top, right, bottom) in zip(runs, titles, places, strict=True):
+    for k, (run, above) in enumerate(zip(runs, titles, strict=True)):
         values = np.concatenate([curves.ravel() for curves in run.curves.values()])
-        y = Scale(float(values.min()) / 1.2, float(values.max()) * 1.2)
-        one = Panel(drawing, left, top + 11, right, bottom, Scale(0.5, PAPER_EPOCHS + 0.5, log=False), y)
-        one.frame(
-            [(epoch, str(epoch)) for epoch in (1, 5, 10, 15, 20)],
-            panel.plain_ticks(y),
-            [*above, f"batch {run.batch_size}"],
-            "epoch",
-            "cumulative seconds (log)" if left == LEFT else "",
-        )
+        ends = float(values.min()) / 1.2, float(values.max()) * 1.2
+        ticks = [(epoch, str(epoch)) for epoch in (1, 5, 10, 15, 20)]
+        x = Axis(0.5, PAPER_EPOCHS + 0.5, log=False, ticks=ticks, title="epoch")
+        y = panel.plain(ends, "cumulative seconds (log)" if k % 2 == 0 else "")
+        one = Panel(x, y, HALF if len(runs) > 1 else WIDTH, LOW, [*above, f"batch {run.batch_size}"])
         for name in sorted(run.curves, key=lambda n: -np.median(run.curves[n][:, -1])):
             named &= _accumulated(one, run.curves[name], run.measured_epochs, style[name], tables.title(name))
+        panels.append(one.spec())
     extended = min(run.measured_epochs for run in runs) < PAPER_EPOCHS
     notes = ["Line: median over processes; band: lowest to highest process."]
     gone = section.of(tables.cells)
@@ -382,8 +331,8 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
     if extended:
         notes.append("Dashed: extrapolated, beyond the measured epochs each process goes on with its median epoch.")
     notes += _scaled(pd.concat([run.cells for run in runs]))
-    below_task(drawing, tables, section, notes, everyone, style)
-    return drawing
+    title = "Cumulative seconds over 20 epochs, compile time included"
+    return page(title, panels, tables, section, notes, everyone, style, columns=2)
 
 
 def _accumulated(one: Panel, curves: np.ndarray, known: int, look: Look, title: str) -> bool:
@@ -391,12 +340,9 @@ def _accumulated(one: Panel, curves: np.ndarray, known: int, look: Look, title: 
     band. False where a grey line finds no room for its name."""
     epochs = range(1, PAPER_EPOCHS + 1)
     middle, low, high = (f(curves, axis=0) for f in (np.median, np.min, np.max))
-    edge = [one.at(x, y) for x, y in zip(epochs, low, strict=True)]
-    edge += [one.at(x, y) for x, y in reversed(list(zip(epochs, high, strict=True)))]
-    one.drawing.items.append(Area(tuple(edge), str(look.colour), 0.18))
-    places = [one.at(x, y) for x, y in zip(epochs, middle, strict=True)]
-    one.drawing.curve(places[:known], str(look.colour), 1.2, panel.DASHES[look.line or "-"])
-    one.drawing.curve(places[known - 1 :], str(look.colour), 0.9, (4, 2))
+    one.band(epochs, low, high, look)
+    one.curve(epochs[:known], middle[:known], replace(look, line=look.line or "-"))
+    one.curve(epochs[known - 1 :], middle[known - 1 :], replace(look, line="--"), 1.2)
     for epoch in epochs[::5]:
         one.mark(epoch, middle[epoch - 1], look)
     return look.colour != looks.GREY or one.name(PAPER_EPOCHS, middle[-1], title)  # grey is in no legend
@@ -417,15 +363,17 @@ def _failures(tables: Tables, group: pd.DataFrame) -> Iterator[str]:
         yield f"Disturbed: {cells}."
 
 
-def below_task(
-    drawing: Drawing,
+def page(
+    title: str,
+    panels: Sequence[Spec],
     tables: Tables,
     section: Section,
     notes: Sequence[str],
     names: Sequence[str],
     style: Mapping[str, Look],
-) -> None:
-    """Add the legend of ``names``, the notes, and where and when it was measured."""
+    columns: int = 1,
+) -> Spec:
+    """Return a figure with the legend of ``names``, the notes, and where and when it was measured."""
     where = f"{model.readable(section, model.processes_of(tables, section))}, rules {section.protocol}."
     legend = {tables.title(name): style[name] for name in names if style[name].colour != looks.GREY}
-    panel.below(drawing, [*notes, where], legend)
+    return panel.page(title, panels, [*notes, where], legend, columns)

@@ -36,22 +36,7 @@ from harness.store.record import Record
 
 WEB = Path(__file__).parent / "web"
 PICTURE_WIDTH = 1000
-"""Largest width of a figure inside the page, in pixels; a point of a narrower one takes two."""
-SHAPES = {
-    **{
-        "o": "circle",
-        "s": "square",
-        "^": "triangle-up",
-        "v": "triangle-down",
-        "<": "triangle-left",
-        ">": "triangle-right",
-    },
-    **{"D": "diamond", "d": "diamond", "P": "cross", "X": "cross"},
-    **{"*": "M0,-1L.24,-.32 .95,-.31 .38,.12 .59,.81 0,.4 -.59,.81 -.38,.12 -.95,-.31 -.24,-.32Z", "8": "circle"},
-    **dict.fromkeys("phH", "M0,-.95L.82,-.47 .82,.47 0,.95 -.82,.47 -.82,-.47Z"),
-}
-"""A framework's marker, as Vega names or draws it."""
-DASHES: Mapping[str, list[int]] = {"-": [1, 0], "--": [6, 3], "-.": [6, 3, 2, 3], ":": [2, 2]}
+"""Largest width of a figure inside the page, in pixels."""
 MEMORY = ("peak_resident_growth", "cuda_peak_allocated", "nvml_process_peak")
 """The metric that the main table shows: the first that is on record."""
 
@@ -188,7 +173,7 @@ def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
 def _picture(title: str, path: Path) -> _Picture:
     content = path.read_bytes()
     wide, high = (float(points) for points in re.findall(rb'viewBox="0 0 (\S+) (\S+)"', content)[0])
-    width = min(PICTURE_WIDTH, round(2 * wide))
+    width = min(PICTURE_WIDTH, round(1.5 * wide))
     uri = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
     return _Picture(title, path.name, uri, width, round(high / wide * width))
 
@@ -213,9 +198,9 @@ def _data(tables: Tables) -> dict[str, Any]:
                 "private": bool(private[name]),
                 "colour": look.colour,
                 "light": looks.light(look.colour),
-                "dash": DASHES[look.line],
+                "dash": looks.DASHES[look.line],
                 "open": look.fill == "none",
-                "shape": SHAPES[look.marker],
+                "shape": looks.SHAPES[look.marker],
             }
             for name, look in looks.of_all(tables.order, private).items()
         ],

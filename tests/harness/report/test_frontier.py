@@ -11,6 +11,7 @@ from harness.report import contents
 from harness.report.chapters import frontier
 from harness.report.formats import markdown
 from harness.store.record import Probe, Record
+from tests.support import figures
 from tests.support.record_factory import record
 
 MIB = 2**20
@@ -105,6 +106,7 @@ def test_a_probe_without_a_gate_does_not_count() -> None:
 def test_the_figure_stands_alone() -> None:
     chapter = next(c for c in contents.build(searched()).chapters if c.title == "Memory frontier")
     figure = chapter.pictures[0].draw()
-    words = " ".join(text.text for text in figure.texts)
+    words = figures.words(figure)
     assert "AMD EPYC" in words and "20 Nov 2026" in words and "fits into 100 MiB" in words
-    assert {text.text for text in figure.texts if text.turned} == {"examples per second (log)", "peak MiB (log)"}
+    titles = [one["layer"][0]["encoding"]["y"]["axis"]["title"] for one in figures.panels(figure)]
+    assert titles == ["examples per second (log)", "peak MiB (log)"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pandas as pd
@@ -14,11 +14,11 @@ from harness.layers import LAYERS, PAPER
 from harness.report import contents, output
 from harness.report.chapters import layer_claims, memory
 from harness.report.chapters.paper_claims import UNTESTABLE
-from harness.report.figures import drawing, looks
-from harness.report.figures.drawing import Drawing
+from harness.report.figures import looks
 from harness.report.formats import markdown
 from harness.report.model import Chapter
 from harness.store.record import Record
+from tests.support import figures
 from tests.support.record_factory import layer_record
 
 PLAIN = {"framework": "pytorch", "variant": "eager", "passes": "plain", "column": "module"}
@@ -313,39 +313,25 @@ def test_every_chapter_has_numbers_and_every_figure_stands_alone() -> None:
     kinds = ("layer-factors", "layer-modes", "layer-modules", "memory-law", "embedding-sweep")
     for kind in kinds:
         drawn = next(p for p in pictures if p.stem.startswith(kind)).draw()
-        words = " ".join(text.text for text in drawn.texts)
-        assert "20 Nov 2026" in words and "AMD EPYC" in words and drawn.texts[0].style == "bold"
-        assert all(0 <= x <= drawn.width and 0 <= y <= drawn.height for x, y in _places(drawn)), kind
-
-
-def _places(drawn: Drawing) -> Iterator[tuple[float, float]]:
-    """Both ends of every text, and every marker, on the page."""
-    for text in drawn.texts:
-        long = drawing.width(text.text, text.size, text.style)
-        begin = {"start": 0.0, "middle": -long / 2, "end": -long}[text.anchor]
-        for along in (begin, begin + long):
-            yield (text.x, text.y - along) if text.turned else (text.x + along, text.y)
-    for mark in drawn.marks:
-        yield mark.x, mark.y
+        words = figures.words(drawn)
+        assert "20 Nov 2026" in words and "AMD EPYC" in words and drawn["title"]["text"], kind
 
 
 def test_the_points_of_a_figure_of_layers_lie_where_their_factors_are() -> None:
     pictures = [p for c in contents.build(small_run()).chapters for p in c.pictures]
     by_stem = {p.stem.partition("-batch")[0]: p.draw() for p in pictures}
 
-    # Two layers at 16 and 64, each 8 times torch.nn: one height, above the line at 1.
-    drawn = by_stem["layer-factors-opacus-hooks-per-sample"]
-    (one, eight) = (next(t.y for t in drawn.texts if t.text == label) for label in ("1×", "8×"))
-    runtimes = [m for m in drawn.marks if m.shape == "o" and m.y < one]
-    assert [m.y for m in runtimes] == [pytest.approx(eight - 3)] * 4 and eight < one
+    # Two layers at 16 and 64, each 8 times torch.nn.
+    runtime, _ = figures.panels(by_stem["layer-factors-opacus-hooks-per-sample"])
+    points = [row for row in figures.rows(runtime, "point") if row["shape"] == "circle"]
+    assert [row["y"] for row in points] == [pytest.approx(8)] * 4
+    assert sorted({round(row["x"]) for row in points}) == [0, 1]
 
-    # A row per layer from top to bottom; the engine's 2 times left of the 8 of the hooks, which are open.
-    drawn = by_stem["layer-modes"]
-    rows = [t.y for t in drawn.texts if t.text in ("linear", "embedding-n100", "lstm")]
-    assert rows == sorted(rows) and len(rows) == 2
-    left = {m.colour: m for m in drawn.marks if m.x < drawn.width / 2 and m.y < rows[-1] + 20}
-    engine, hooks = (left[looks.of(name).colour] for name in ("dpcore-engine", "opacus-hooks"))
-    assert engine.x < hooks.x and engine.fill != "none" == hooks.fill
+    # A row per layer; the engine's 2 times left of the 8 of the hooks, which are open.
+    runtime, _ = figures.panels(by_stem["layer-modes"])
+    found = {row["colour"]: row for row in figures.rows(runtime, "point")}
+    engine, hooks = (found[looks.of(name).colour] for name in ("dpcore-engine", "opacus-hooks"))
+    assert engine["x"] < hooks["x"] and engine["fill"] != "#FFFFFF" == hooks["fill"]
 
 
 def test_a_run_without_memory_has_no_empty_panel_and_what_is_absent_is_named() -> None:
@@ -358,8 +344,8 @@ def test_a_run_without_memory_has_no_empty_panel_and_what_is_absent_is_named() -
             for of in (small_run(), records)
         ]
         labels = [
-            {t.text.partition(" / ")[0] for one in of for t in one.texts if " / torch.nn" in t.text} for of in drawn
+            {what for one in of for what in ("runtime", "peak memory") if f"{what} / torch.nn" in figures.words(one)}
+            for of in drawn
         ]
         assert labels == [{"runtime", "peak memory"}, {"runtime"}]
-        words = " ".join(text.text for one in drawn[1] for text in one.texts)
-        assert "Not measured: lstm" in words
+        assert "Not measured: lstm" in " ".join(map(figures.words, drawn[1]))

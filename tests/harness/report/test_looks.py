@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import vl_convert
-from PIL import Image
 
 from harness.analysis.frames import build
 from harness.errors import BadInput
 from harness.plan import registry
-from harness.report.figures import drawing, headline, looks
-from harness.report.figures.drawing import Drawing
-from harness.report.figures.panel import Panel, Scale, lines
+from harness.report.figures import headline, looks
+from harness.report.figures.panel import Axis, Panel, over_sizes
 from tests.support import record_factory as factory
 
 BLACK = looks.Look("#000000", "o", "-")
@@ -72,7 +66,7 @@ def test_a_new_colour_does_not_outdate_measurements(tmp_path):
 
 
 def panel_of(low, high):
-    return Panel(Drawing(400), 50, 10, 390, 200, Scale(10, 1000), Scale(low, high))
+    return Panel(Axis(10, 1000), Axis(low, high), 300, 200)
 
 
 UNKNOWN = (math.nan, math.nan)
@@ -80,59 +74,39 @@ UNKNOWN = (math.nan, math.nan)
 
 def test_no_line_is_drawn_through_a_size_that_was_not_measured():
     one = panel_of(1, 10)
-    lines(one, [16, 64, 256, 512], {16: (2.0, *UNKNOWN), 256: (2.5, *UNKNOWN), 512: (3.0, *UNKNOWN)}, BLACK)
-    (drawn,) = one.drawing.curves
-    assert [x for x, _ in drawn.points] == pytest.approx([one.at(size, 1)[0] for size in (256, 512)])
-    assert len(one.drawing.marks) == 3
+    shown = {16: (2.0, *UNKNOWN), 256: (2.5, *UNKNOWN), 512: (3.0, *UNKNOWN)}
+    over_sizes(one, [16, 64, 256, 512], shown, BLACK)
+    pieces = [row["piece"] for row in one.lines]
+    assert [row["x"] for row in one.lines] == [16, 256, 512] and pieces[0] != pieces[1] == pieces[2]
+    assert len(one.marks) == 3
 
 
 def test_an_interval_that_leaves_the_axis_ends_in_an_arrow():
     one = panel_of(1, 10)
-    lines(one, [16, 64], {16: (2.0, 0.1, 50.0), 64: (3.0, 2.9, 3.1)}, BLACK)
-    arrows = {mark.shape: mark.y for mark in one.drawing.marks if mark.shape in "v^"}
-    assert arrows == {"v": one.bottom, "^": one.top}
-    assert all(one.top <= y <= one.bottom for curve in one.drawing.curves for _, y in curve.points)
+    over_sizes(one, [16, 64], {16: (2.0, 0.1, 50.0), 64: (3.0, 2.9, 3.1)}, BLACK)
+    arrows = {mark["shape"]: mark["y"] for mark in one.marks if "triangle" in mark["shape"]}
+    assert arrows == {"triangle-down": 1, "triangle-up": 10}
+    assert all(1 <= end <= 10 for bar in one.bars for end in (bar["y"], bar["y2"]))
 
 
 def test_a_name_beside_a_line_stays_inside_of_the_panel_and_off_other_names():
     one = panel_of(1, 10)
-    for name, end in (
-        ("a contestant with a long name that no legend holds " * 3, 9.0),
-        ("in its place", 8.9),
-        ("far", 2.0),
-    ):
-        lines(
-            one, [16, 512], {16: (2.0, *UNKNOWN), 512: (end, *UNKNOWN)}, replace(BLACK, colour=looks.GREY), label=name
-        )
-    first, second = one.drawing.texts
-    assert first.text.endswith("…") and first.x - drawing.width(first.text, first.size) >= one.left
-    assert second.text == "far" and second.y - first.y >= first.size, "a name that has no room is left out"
+    grey = replace(BLACK, colour=looks.GREY)
+    for name, end in (("a long name that no legend holds " * 5, 9.0), ("in its place", 8.9), ("far", 2.0)):
+        over_sizes(one, [16, 512], {16: (2.0, *UNKNOWN), 512: (end, *UNKNOWN)}, grey, label=name)
+    first, second = (row["text"] for row in one.texts)
+    assert first.endswith("…") and len(first) < 70
+    assert second == "far", "a name that has no room is left out"
 
 
 @pytest.mark.parametrize("shape", registry.MARKERS)
 def test_every_marker_that_a_framework_may_declare_can_be_drawn(shape):
-    assert shape in drawing.SHAPES
+    assert shape in looks.SHAPES
 
 
-def test_a_half_filled_marker_is_filled_on_one_side():
-    page = Drawing(20, 20, [drawing.Mark(10, 10, "D", 8, "#123456", "left")])
-    _, half = [part for part in page.svg().split("<path ") if "#123456" in part]
-    right = max(float(x) for x in re.findall(r"[ML](\S+) ", half))
-    assert right == 10
-
-
-def test_text_is_drawn_the_same_whether_letters_are_reused_or_not():
-    page = Drawing(200, 20)
-    page.write(5, 15, "dpcore 1.09× [1.01, 1.16]", 8, style="bold")
-    shots = [vl_convert.svg_to_png(page.svg(reuse=reuse), scale=2.0) for reuse in (True, False)]
-    first, second = (np.asarray(Image.open(io.BytesIO(shot)).convert("L"), dtype=float) for shot in shots)
-    assert first.min() < 60, "something is written"
-    assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.99 and 'aria-label="dpcore' in page.svg()
-
-
-def test_a_text_is_as_wide_as_its_letters():
-    assert drawing.width("MM", 10) == pytest.approx(2 * drawing.width("M", 10))
-    assert drawing.width("i", 10) < drawing.width("M", 10) < drawing.width("M", 10, "bold")
+def test_a_marker_is_filled_with_its_colour_with_a_tint_of_it_or_not():
+    found = [looks.inside(replace(BLACK, fill=fill)) for fill in ("full", "left", "bottom", "none")]
+    assert found[0] == "#000000" and found[-1] == "#FFFFFF" and len(set(found)) == 4
 
 
 FAST = headline.Mark("dpcore", looks.of("dpcore-loop"), 1.1, True, 0.9, 1.4)

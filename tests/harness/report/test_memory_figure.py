@@ -7,8 +7,10 @@ import pytest
 from harness.analysis.frames import build
 from harness.report import contents, model
 from harness.report.chapters import tables as task_tables
+from harness.report.figures import looks
 from harness.report.figures import memory as memory_figure
 from harness.report.formats import page
+from tests.support import figures
 from tests.support import record_factory as factory
 
 MIB = 2**20
@@ -36,26 +38,18 @@ def of(records):
 
 def test_a_line_per_contestant_in_mib_and_the_one_without_dp_dotted():
     (picture,) = of(run())
-    shown = {bool(curve.dash): curve for curve in picture.draw().curves if len(curve.points) == len(SIZES)}
-    heights = [y for _, y in shown[False].points]
-    assert shown[True].points == shown[False].points
-    # Sixteen, sixty-four, 256 MiB over the same batch sizes: equal steps on both logarithmic axes.
-    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
+    lines = figures.rows(picture.draw(), "line")
+    for dash in looks.DASHES[":"], looks.DASHES["-"]:
+        assert [(row["x"], row["y"]) for row in lines if row["dash"] == dash] == [(16, 16), (64, 64), (256, 256)]
 
 
 @pytest.mark.parametrize("state", ["oom", "unsupported", "timeout"])
 def test_a_failure_stands_at_its_batch_size_and_hides_no_point(state):
     (picture,) = of(run(lost=(256, state)))
-    drawing = picture.draw()
-    (mark,) = (t for t in drawing.texts if t.text == f"× {state}")
-    (size,) = (t for t in drawing.texts if t.text == "256" and t.anchor == "middle")
-    assert mark.x == pytest.approx(size.x)
-    assert mark.y < min(point.y for point in drawing.marks) - point_size(drawing)
-    assert any(f"Opacus at 256: {state}" in t.text for t in drawing.texts)
-
-
-def point_size(drawing):
-    return max(mark.size for mark in drawing.marks) / 2
+    (mark,) = figures.rows(picture.draw(), "text")
+    assert (mark["text"], mark["x"]) == (f"× {state}", 256)
+    assert mark["y"] > max(row["y"] for row in figures.rows(picture.draw(), "point"))
+    assert f"Opacus at 256: {state}" in figures.words(picture.draw())
 
 
 def test_the_table_names_the_failure_in_its_place():
@@ -68,12 +62,12 @@ def test_a_failure_that_was_made_good_later_is_none():
     good = run()
     again = factory.record(batch_size=256, purpose="memory", state="oom", started="2026-11-19T08:00:00+00:00")
     (picture,) = of([again, *good])
-    assert not any("oom" in text.text for text in picture.draw().texts)
+    assert "oom" not in figures.words(picture.draw())
 
 
 def test_the_caption_says_n_machine_day_and_instrument():
     (picture,) = of(run())
-    words = " ".join(t.text for t in picture.draw().texts)
+    words = figures.words(picture.draw())
     for part in ("n = 1", "AMD EPYC 7B13", "20 Nov 2026", "VmHWM"):
         assert part in words
 
@@ -107,5 +101,5 @@ def test_where_one_contestant_did_not_grow_the_other_keeps_its_line():
     ]
     (picture,) = of([*still, *(r for r in run() if r.cell.framework != "opacus")])
     shown = picture.draw()
-    assert len({(mark.shape, mark.colour) for mark in shown.marks}) == 1
-    assert any(curve.dash and len(curve.points) == len(SIZES) for curve in shown.curves)
+    assert len({(mark["shape"], mark["colour"]) for mark in figures.rows(shown, "point")}) == 1
+    assert [row["dash"] for row in figures.rows(shown, "line")] == [[2, 2]] * len(SIZES)
