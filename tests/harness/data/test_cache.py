@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -372,31 +373,20 @@ def test_a_client_that_fills_the_disk_is_told_so(tmp_path: Path, monkeypatch: py
         obtain(tmp_path)
 
 
-def source_archive(folder: Path) -> Archive:
-    """A source archive whose setup.py cannot run, as old ones' often cannot."""
-    import tarfile
-
-    path = folder / "old-thing-1.0.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in (
-            ("PKG-INFO", "Metadata-Version: 1.0\nName: old-thing\nVersion: 1.0\n"),
-            ("setup.py", "import a_module_that_nobody_has"),
-        ):
-            member = tarfile.TarInfo(f"old-thing-1.0/{name}")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
-    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Archive(path.name, path.stat().st_size, sha256=checksum, package=Package("pip-source", "old-thing", "1.0"))
-
-
-def test_pip_hands_out_a_source_archive_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = tmp_path / "shelf"
-    shelf.mkdir()
-    archive = source_archive(shelf)
+def test_pip_hands_out_a_wheel_for_whatever_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "shelf" / "old_thing-1.0-py2.py3-none-any.whl"
+    wheel.parent.mkdir()
+    info = "Metadata-Version: 2.1\nName: old-thing\nVersion: 1.0\nRequires-Python: <3.9\n"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("old_thing-1.0.dist-info/METADATA", info)
+        file.writestr("old_thing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    checksum = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    package = Package("pip", "old-thing", "1.0")
+    archive = Archive(wheel.name, wheel.stat().st_size, sha256=checksum, package=package)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     got = download.obtain(archive, tmp_path / "downloads", lambda *_: None)
-    assert got.read_bytes() == (shelf / archive.file).read_bytes()
+    assert got.read_bytes() == wheel.read_bytes()
     with pytest.raises(Unavailable, match=r"pip package old-thing 1\.0"):
         download.obtain(replace(archive, sha256="0" * 64), tmp_path / "elsewhere", lambda *_: None)
 
