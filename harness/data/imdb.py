@@ -67,12 +67,6 @@ def word_ids(ranked: Sequence[str]) -> dict[str, int]:
     return {word: rank + OFFSET for rank, word in enumerate(ranked, start=1)}
 
 
-def decode(ids: Iterable[int], ranked: Sequence[str]) -> str:
-    """A row of ids as text, for people; padding is left out."""
-    special = {START: "[start]", UNKNOWN: "[unknown]"}
-    return " ".join(special.get(i) or ranked[i - OFFSET - 1] for i in map(int, ids) if i != PADDING)
-
-
 def content(train: Sequence[Review], test: Sequence[Review]) -> Content:
     """Arrays and vocabulary from the raw reviews of the two splits."""
     ranked = vocabulary(text for text, _ in train)

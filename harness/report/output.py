@@ -9,20 +9,11 @@ import pandas as pd
 
 from harness.analysis import naming
 from harness.errors import BadInput
-from harness.report import contents as chapters
 from harness.report import model
 from harness.report.figures import files
 from harness.report.formats import latex, markdown, page
 from harness.report.model import Chapter, Report, Section
-from harness.store import read
 from harness.store.cache import write_atomically
-
-
-def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
-    """See :func:`harness.report.write`."""
-    faults: list[str] = []
-    loaded = read.load(records_folder, left_out=faults.append)
-    return write_report(chapters.build(loaded, faults), out, plots)
 
 
 def make_folders(*folders: Path) -> None:

@@ -315,8 +315,7 @@ def test_two_machines_make_figures_of_their_own(tmp_path):
     tasks = ("mnist-cnn",)
     runs = factory.quick_run(rounds=1, tasks=tasks)
     runs += factory.quick_run(rounds=1, tasks=tasks, machine=factory.OTHER_MACHINE)
-    factory.write(runs, tmp_path / "records")
-    paths = output.write(tmp_path / "records", tmp_path / "out", tmp_path / "plots")
+    paths = output.write_report(contents.build(runs), tmp_path / "out", tmp_path / "plots")
     assert len({p.name for p in paths}) == len(paths)
     assert len([p for p in paths if p.suffix == ".png"]) == 6
 
