@@ -19,7 +19,7 @@ FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 """Three names of letters of one width: what is laid out here fits wherever it is shown."""
 LETTER, SMALL = 10.5, 9.5
 """Pixels: sizes of labels, and of notes and of names inside of a panel."""
-TITLE_LETTERS, NOTE_LETTERS = 84, 128
+TITLE_LETTERS, NOTE_LETTERS = 84, 96
 """Letters in a line of a figure's title and of its notes."""
 GRID, EDGE, FAINT = "#dddddd", "#333333", "#6E7378"
 CONFIG: Spec = {
