@@ -3,8 +3,9 @@
 A rank holds the whole model, or shards of it. In the first case its sums are whole too, and are added up over the ranks
 once, at the end of a logical batch. In the second no rank ever holds the whole of them: those of one piece are formed
 unit by unit, and every unit's are added up and dealt out before the next ones are formed (:class:`Sharded`,
-:mod:`dpcore.microbatch.sharded_sums`). Ranks that compute with their parts (:class:`Parallel`) have nothing to add up.
-In each case a rank draws its part of one stream of noise.
+:mod:`dpcore.microbatch.sharded_sums`). Ranks that compute with their parts (:class:`Parallel`) have nothing to add up,
+but with those that compute with the same parts on other examples. In each case a rank draws its part of one stream of
+noise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dpcore.distributed import Ranks
+from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.noise import SecureNoise
 from dpcore.release import Release, Sums
@@ -36,6 +37,9 @@ class Reduction:
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         """Return those of ``params`` whose numbers are the same on all ranks."""
         return params
+
+    def check_copies(self, params: Iterable[Parameter]) -> None:
+        """PrivacyError where ranks that hold the same parts of ``params`` hold other numbers; all ranks call this."""
 
 
 class Replicated(Reduction):
@@ -157,16 +161,27 @@ class Parallel(InParts):
         split: The parameters of which the ranks hold different parts.
         of_first: Those that the first rank alone uses and sums.
         ranks: Those that hold all parts together.
+        everyone: They, and those that train copies of the model on other examples, where there are any.
     """
 
     def __init__(
-        self, shards: Mapping[Parameter, Any], split: set[Parameter], of_first: set[Parameter], ranks: Ranks
+        self,
+        shards: Mapping[Parameter, Any],
+        split: set[Parameter],
+        of_first: set[Parameter],
+        ranks: Ranks,
+        everyone: Ranks,
     ) -> None:
         super().__init__(shards, ranks)
-        self.split, self.of_first = split, of_first
+        self.split, self.of_first, self.everyone = split, of_first, everyone
+        self._of_copies = Reduction() if everyone.copies is None else Replicated(everyone.copies)
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         return [param for param in params if param not in self.split]
+
+    def check_copies(self, params: Iterable[Parameter]) -> None:
+        if self.everyone.copies is not None:
+            self.everyone.copies.agree({"the weights": fingerprint(params)})
 
     def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
         """Add the noise of the parts' own addresses; what all ranks hold is released by the first one, to the bit."""
@@ -174,12 +189,12 @@ class Parallel(InParts):
         whole = sums.whole()
         used = [summed for param, summed in whole.items() if param not in self.of_first]
         apart = [(part - first).norm() > 0.1 * first.norm() for part, first in self._with_first(used)]
-        if self.ranks.largest(int(any(apart))):
+        if self.everyone.largest(int(any(apart))):
             raise PrivacyError(
                 "The ranks have different sums of a parameter that each of them holds whole: it is used on activations "
                 "of which each rank has a part (a norm within attention heads). Freeze it, or leave that layer whole."
             )
-        release.add(sums)
+        self._of_copies.finish(release, sums)
         for part, first in self._with_first([*whole.values()]):
             part.copy_(first)
 

@@ -3,7 +3,8 @@
 Seen from a rank such a layer is an ordinary one with a smaller weight, which the recording knows: torch's hooks around
 it exchange inputs and outputs, and between them the layer computes on local tensors. All ranks work on the same
 examples, and their gradients of a split weight are blocks of the whole one
-(:mod:`dpcore.microbatch.parallel_sums`). A row-wise layer's bias is the first rank's alone.
+(:mod:`dpcore.microbatch.parallel_sums`). A row-wise layer's bias is the first rank's alone. Where the layers are split
+over one dimension of a mesh, ranks along the other one train copies of the model, each with its share of a batch.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore.distributed import Ranks, fingerprint
+from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel, Ranks, fingerprint, grid_of
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.reduction import ModuleInParts, Parallel
@@ -46,9 +46,14 @@ class ParallelModule(ModuleInParts):
     """
 
     def __init__(self, module: nn.Module) -> None:
+        copies: Ranks | None = None
+        if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+            copies, module = module.ranks, module.module
         super().__init__(module)
         mesh = _mesh_of(module)
-        self.ranks = Ranks(mesh.device_type, mesh.get_group(), sharded=True, same_examples=True)
+        self.ranks = grid_of(mesh, copies)
+        parts = self.ranks.parts
+        assert parts is not None
         split = {p for p in module.parameters() if isinstance(p, DTensor)}
         self._parts = {p: Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in split}
         if any(map(_leaves_a_rank_out, split)):  # found by all ranks, none of which waits for another
@@ -58,15 +63,17 @@ class ParallelModule(ModuleInParts):
         of_first: set[Parameter] = set()
         for name, layer in module.named_modules():
             if (output := _output_layout(name, layer)) is not None:
-                layer.forward = ParallelLayer(layer, output, self._parts, self.ranks)
+                layer.forward = ParallelLayer(layer, output, self._parts, parts)
                 of_first |= layer.forward.of_first
         self.reduction = Parallel(
             {part: p for p, part in self._parts.items()},
             {part for p, part in self._parts.items() if not p.placements[0].is_replicate()},
             of_first,
+            parts,
             self.ranks,
         )
         self.ranks.agree({"the weights": fingerprint(self.reduction.alike(self.parameters()))})
+        self.reduction.check_copies(self.parameters())
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         """The parameters that a pass uses: parts in the place of DTensors."""
@@ -135,18 +142,11 @@ class ParallelLayer:
 
 
 def _mesh_of(module: nn.Module) -> Any:
-    """Return the one mesh over whose ranks layers are split: of one dimension, with all processes."""
+    """Return the one mesh over whose ranks layers are split, of one dimension."""
     meshes = {param.device_mesh for param in module.parameters() if isinstance(param, DTensor)}
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise UnsupportedError(f"The model is split over several meshes, or one of several dimensions. {UNDERSTOOD}")
-    if mesh.size() != dist.get_world_size():
-        raise UnsupportedError(
-            f"The mesh of tensor parallelism has {mesh.size()} of {dist.get_world_size()} processes, and all of them "
-            "must share one model; make the mesh of all processes, without data parallelism beside it."
-        )
-    if (order := mesh.mesh.tolist()) != list(range(mesh.size())):
-        raise UnsupportedError(f"The mesh of tensor parallelism has the ranks in the order {order}; sort them.")
     return mesh
 
 

@@ -1,0 +1,100 @@
+"""Ranks that hold parts of layers, beside others that train the same parts on other examples, train as one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpcore.noise import GaussianNoise
+from tests.dpcore import grids, parallel
+from tests.dpcore.several import launch
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+REFUSED = {
+    "no copies": "The mesh of tensor parallelism has 2 of 4 processes",
+    "no mesh": "The module's parameters are sharded",
+    **dict.fromkeys(("whole model", "both dimensions"), "device_mesh is the one dimension of a mesh"),
+    **dict.fromkeys(("one dimension twice", "of another mesh"), "The 4 processes are no grid of 2 parts"),
+    "another order": "has the ranks in the order [3, 2]",
+    "other inputs": "were called with different batches",
+    "other targets": "The loss has",
+    **dict.fromkeys(("other seeds", "other seeds of copies"), "The ranks differ in seed"),
+    **dict.fromkeys(("another copy", "another copy since then"), "The ranks differ in the weights"),
+    "left out": "The ranks differ in the batches",
+    "whole loader": "The loader was built with distributed=False",
+    **dict.fromkeys(("a part for each rank", "one part for all"), "Without Poisson sampling each of the 2 ranks"),
+    "partial gradient": "different gradients",
+    "small partial gradient": "different sums of a parameter",
+    "penalty": "has an ordinary, unclipped gradient",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The reports of four ranks, from one launch."""
+    folder = tmp_path_factory.mktemp("grids")
+    return launch(folder, 4, "same", "owned", "noise", "resume", "refused", script=grids.__file__)
+
+
+@pytest.mark.parametrize("how", grids.PUT)
+@pytest.mark.parametrize("name", grids.SAME)
+def test_noisy_steps_are_those_of_one_process(found, name, how):
+    options = grids.SAME[name]
+    reports = [report["same"][how][name] for report in found]
+    alone = parallel.train(alone=True, **options)
+    moved = (alone["weights"][1:] - alone["weights"][0]).norm(dim=1)
+    for report, place in zip(reports, (0, 0, 1, 1), strict=True):
+        away = (report["weights"] - alone["weights"])[1:].norm(dim=1) / moved
+        assert float(away.max()) < (1e-6 if options.get("dtype") == torch.float32 else 1e-12)
+        assert torch.equal(report["weights"], reports[0]["weights"])
+        assert report["batches"] == [batch[place::2] for batch in alone["batches"]]
+        assert report["accounted"] == alone["accounted"]
+
+
+@pytest.mark.parametrize("how", grids.PUT)
+def test_ranks_that_draw_among_their_own_examples_have_no_example_in_common_with_another_share(found, how):
+    reports = [report["owned"][how] for report in found]
+    assert reports[0]["batches"] == reports[1]["batches"] and reports[2]["batches"] == reports[3]["batches"]
+    for first, second in zip(reports[0]["batches"], reports[2]["batches"], strict=True):
+        assert {*first} and {*second} and not {*first} & {*second}
+    assert all(torch.equal(report["weights"], reports[0]["weights"]) for report in reports)
+
+
+@pytest.mark.parametrize("how", grids.PUT)
+def test_the_noises_bits_are_those_of_one_process_and_the_same_on_all_ranks(found, how):
+    seeded = found[0]["noise"][how]["seed"]
+    assert torch.equal(seeded, GaussianNoise(7).add_(torch.zeros_like(seeded), parallel.CLIPS["block"], 0))
+    for report in (r["noise"][how] for r in found):
+        for name in ("seed", "secret", "secure"):
+            assert torch.equal(report[name], found[0]["noise"][how][name])
+            assert float(report[name].std()) / parallel.CLIPS["block"] == pytest.approx(1.0, rel=0.15)
+        assert report["on grid"]
+        assert not torch.equal(report["secret"], seeded)
+
+
+@pytest.mark.parametrize("how", grids.PUT)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(found, how):
+    for report in (r["resume"][how] for r in found):
+        assert torch.equal(report["resumed"]["weights"], report["whole"]["weights"])
+        assert not torch.equal(report["first"]["weights"], report["whole"]["weights"])
+        assert report["resumed"]["accounted"] == report["whole"]["accounted"] == [(1.0, parallel.RATE, 4)]
+        ordinary = parallel.Block().double()
+        ordinary.load_state_dict(report["whole"]["saved"])  # under the names of the user's model
+        torch.testing.assert_close(parallel.weights(ordinary), report["whole"]["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", grids.PUT)
+def test_a_run_goes_on_on_another_mesh(tmp_path, how):
+    went_on = [r["go_on"][how] for r in launch(tmp_path, 4, f"keep_{how}", "go_on", script=grids.__file__)]
+    for size in (1, 2):
+        went_on += [report["go_on"] for report in launch(tmp_path, size, "go_on", script=parallel.__file__)]
+    for weights in went_on:
+        torch.testing.assert_close(weights, went_on[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_release_something_else_is_refused(found, name):
+    for report in found:
+        assert REFUSED[name] in report["refused"][name]
