@@ -29,6 +29,8 @@ class Reduction:
 
     shards: Mapping[Parameter, Any] = MappingProxyType({})
     """The parameter that the optimizer steps in the place of one that a pass uses, where it is another."""
+    is_gathered = False
+    """Whether parameters that a pass uses are there only while their layers compute."""
 
     def finish(self, release: Release, sums: Sums) -> None:
         """Add up the sums of all ranks, with noise."""
@@ -38,8 +40,8 @@ class Reduction:
         """Return those of ``params`` whose numbers are the same on all ranks."""
         return params
 
-    def check_copies(self, params: Iterable[Parameter]) -> None:
-        """PrivacyError where ranks that hold the same parts of ``params`` hold other numbers; all ranks call this."""
+    def check_weights(self, params: Iterable[Parameter]) -> None:
+        """PrivacyError where ranks that hold the same parts of ``params`` have other numbers; all ranks call this."""
 
 
 class Replicated(Reduction):
@@ -117,6 +119,8 @@ class Sharded(InParts):
         replicas: Those that hold the same shards, where there are several.
     """
 
+    is_gathered = True
+
     def __init__(
         self,
         shards: Mapping[Parameter, Any],
@@ -160,8 +164,8 @@ class Parallel(InParts):
         shards: The parameter in parts of every one that is used in its place.
         split: The parameters of which the ranks hold different parts.
         of_first: Those that the first rank alone uses and sums.
-        ranks: Those that hold all parts together.
-        everyone: They, and those that train copies of the model on other examples, where there are any.
+        everyone: All ranks. Their parts are those that hold all parts together, and their copies, where there are any,
+            those that train the same parts on other examples.
     """
 
     def __init__(
@@ -169,17 +173,17 @@ class Parallel(InParts):
         shards: Mapping[Parameter, Any],
         split: set[Parameter],
         of_first: set[Parameter],
-        ranks: Ranks,
         everyone: Ranks,
     ) -> None:
-        super().__init__(shards, ranks)
+        assert everyone.parts is not None
+        super().__init__(shards, everyone.parts)
         self.split, self.of_first, self.everyone = split, of_first, everyone
         self._of_copies = Reduction() if everyone.copies is None else Replicated(everyone.copies)
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         return [param for param in params if param not in self.split]
 
-    def check_copies(self, params: Iterable[Parameter]) -> None:
+    def check_weights(self, params: Iterable[Parameter]) -> None:
         if self.everyone.copies is not None:
             self.everyone.copies.agree({"the weights": fingerprint(params)})
 
@@ -206,6 +210,38 @@ class Parallel(InParts):
         self.ranks.take_first_(joined)
         firsts = joined.split([part.numel() for part in whole])
         return [(part, first.view_as(part)) for part, first in zip(whole, firsts, strict=True)]
+
+
+class ParallelSharded(Parallel):
+    """Ranks that hold shards of their parts: those that work on other examples hold the others.
+
+    ``units``: as of :class:`Sharded`.
+    """
+
+    is_gathered = True
+
+    def __init__(
+        self,
+        shards: Mapping[Parameter, Any],
+        split: set[Parameter],
+        of_first: set[Parameter],
+        everyone: Ranks,
+        units: Sequence[Sequence[Parameter]],
+    ) -> None:
+        super().__init__(shards, split, of_first, everyone)
+        assert everyone.copies is not None
+        self.units, self.of_shards = units, everyone.copies
+        self._of_copies = Reduction()  # whose sums are in the shards
+
+    def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
+        return ()
+
+    def check_weights(self, params: Iterable[Parameter]) -> None:
+        whole = [self.shards[param].to_local() for param in params if param not in self.split]
+        self.ranks.agree({"the weights": fingerprint(whole)})
+
+    def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        return self.of_shards.begin_scatter(chunks)
 
 
 def reduction_of(module: nn.Module, ranks: Ranks | None) -> Reduction:

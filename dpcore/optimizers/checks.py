@@ -145,7 +145,7 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
         }
     )
     if not agreed:
-        optimizer.reduction.check_copies(weights)
+        optimizer.reduction.check_weights(weights)
     if ranks.draw_one(optimizer.run.loader) and optimizer.run.ledger is not None:
         draws = tuple(batch.draw for batch in optimizer.run.ledger.used)
         ranks.agree_where_known("the draws of the batches of this step", draws if draws and None not in draws else None)

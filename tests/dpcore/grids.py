@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from tests.dpcore import parallel
-from tests.dpcore.parallel import Perceptron, Refused, data, made_private, private, train
+from tests.dpcore.parallel import SHARDS_HERE, Perceptron, Refused, data, made_private, private, train
 from tests.dpcore.ranks import refusal, step
 
 
@@ -34,21 +35,41 @@ def in_copies(module: nn.Module, plan: dict[str, Any]) -> nn.Module:
     return DPDDP(parallelize_module(module, mesh["tensor"], plan), device_mesh=mesh["data"])
 
 
-PUT: dict[str, Callable[[nn.Module, dict[str, Any]], nn.Module]] = {"copies": in_copies}
+def in_shards(module: nn.Module, plan: dict[str, Any], mesh: DeviceMesh | None = None) -> nn.Module:
+    """Split layers over pairs of ranks, and shard the parts over both pairs."""
+    mesh = mesh or grid()
+    parallelize_module(module, mesh["tensor"], plan)
+    for part in (module.head, module):
+        fully_shard(part, mesh=mesh["data"])  # type: ignore[arg-type]
+    return module
+
+
+PUT: dict[str, Callable[[nn.Module, dict[str, Any]], nn.Module]] = {
+    "copies": in_copies,
+    **({"shards": in_shards} if SHARDS_HERE else {}),
+}
 SAME: dict[str, dict[str, Any]] = {
     "perceptron in float32": {"kind": "perceptron", "dtype": torch.float32, "steps": 2},
-    "block": {"steps": 3},
-    "pieces": {"max_physical_batch_size": 2, "steps": 2},
-    "automatic pieces": {"kind": "perceptron", "max_physical_batch_size": "auto", "steps": 2},
-    "by layer": {"kind": "perceptron", "clipping": "per_layer", "max_grad_norm": [0.5] * 9, "steps": 2},
+    "block": {"steps": 2},
+    "pieces": {"kind": "perceptron", "max_physical_batch_size": 2, "steps": 2},
     "adaptive": {"kind": "perceptron", "clipping": "adaptive", "sigma": 0.5, "steps": 2},
     "empty": {"sample_rate": 1e-9, "steps": 1},
 }
 """Runs that are the same in one process and on a grid."""
+MORE: dict[str, dict[str, Any]] = {
+    "longer": {"steps": 6},
+    "automatic pieces": {"max_physical_batch_size": "auto", "steps": 2},
+    "by layer": {"kind": "perceptron", "clipping": "per_layer", "max_grad_norm": [0.5] * 9, "steps": 2},
+}
+"""Others of them."""
 
 
-def check_same() -> Any:
-    return {how: {name: train(put=put, **options) for name, options in SAME.items()} for how, put in PUT.items()}
+def check_same(runs: dict[str, dict[str, Any]] = SAME) -> Any:
+    return {how: {name: train(put=put, **options) for name, options in runs.items()} for how, put in PUT.items()}
+
+
+def check_more() -> Any:
+    return check_same(MORE)
 
 
 def check_owned() -> Any:
@@ -60,12 +81,20 @@ def check_noise() -> Any:
     return {how: parallel.check_noise(put=put) for how, put in PUT.items()}
 
 
-def check_resume(folder: Path) -> Any:
-    return {how: parallel.check_resume(folder, put=put) for how, put in PUT.items()}
+def check_resume_copies(folder: Path) -> Any:
+    return parallel.check_resume(folder, put=in_copies)
+
+
+def check_resume_shards(folder: Path) -> Any:
+    return parallel.check_resume(folder, put=in_shards)
 
 
 def check_keep_copies(folder: Path) -> None:
     parallel.check_keep(folder, put=in_copies)
+
+
+def check_keep_shards(folder: Path) -> None:
+    parallel.check_keep(folder, put=in_shards)
 
 
 def check_go_on(folder: Path) -> Any:
@@ -98,9 +127,9 @@ def moved_copy(module: nn.Module) -> None:
         module.up.weight.to_local().add_(dist.get_rank() // 2)  # type: ignore[union-attr, operator]
 
 
-def of_left_out() -> str:
+def of_left_out(put: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> str:
     """Say how a step is refused for which the second pair of ranks has left a batch out."""
-    _, module, optimizer, loader = private("perceptron", put=in_copies)
+    _, module, optimizer, loader = private("perceptron", put=put)
     handed_out = iter(loader)
     for _ in range(dist.get_rank() // 2):
         next(handed_out)
@@ -120,7 +149,7 @@ def check_refused() -> Any:
     crossed = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("rows", "columns"))
     turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("data", "tensor"))
     whole = DPDataLoader(data(), sample_rate=0.25)
-    return {
+    found = {
         "no copies": made_private(parallelize_module(Perceptron(), mesh["tensor"], Perceptron.PLAN)),
         "no mesh": of_meshes(mesh["tensor"]),
         "whole model": refusal(lambda: DPDDP(Perceptron(), mesh["data"])),
@@ -136,7 +165,7 @@ def check_refused() -> Any:
         "other seeds of copies": refusal(lambda: private(put=in_copies, seed=rank // 2)),
         "another copy": refusal(lambda: private("perceptron", put=other_copy)),
         "another copy since then": of_step(change=moved_copy),
-        "left out": of_left_out(),
+        "left out": of_left_out(in_copies),
         "whole loader": refusal(lambda: private(loader=whole, put=in_copies)),
         "a part for each rank": of_sampler(4, rank),
         "one part for all": of_sampler(2, 0),
@@ -144,6 +173,33 @@ def check_refused() -> Any:
         "small partial gradient": of_step(make=partial(Refused, 0.01)),
         "penalty": parallel.of_penalty(put=in_copies),
     }
+    return found | refused_in_shards() if SHARDS_HERE else found
+
+
+def refused_in_shards() -> dict[str, str]:
+    rank = dist.get_rank()
+    of_shards = partial(of_step, put=in_shards)
+    in_part = parallelize_module(Perceptron(), (mesh := grid())["tensor"], Perceptron.PLAN)
+    fully_shard(in_part.up, mesh=mesh["data"])
+    turned = DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("data", "tensor"))
+    return {
+        "in part": made_private(in_part),
+        "another order of shards": made_private(in_shards(Perceptron(), Perceptron.PLAN, turned)),
+        "around shards": refusal(lambda: DPDDP(in_shards(Perceptron(), Perceptron.PLAN), mesh["data"])),
+        "other whole weights": refusal(lambda: private("perceptron", put=in_shards, make=of_rank)),
+        "other inputs of shards": of_shards(lambda x, y: (x.roll(rank, 0), y)),
+        "other targets of shards": of_shards(lambda x, y: (x, y.roll(rank, 0))),
+        "partial gradient of shards": of_shards(make=Refused),
+        "small partial gradient of shards": of_shards(make=partial(Refused, 0.01)),
+        "other seeds of shards": refusal(lambda: private(put=in_shards, seed=rank)),
+        "left out of shards": of_left_out(in_shards),
+        "penalty on shards": parallel.of_penalty(put=in_shards),
+    }
+
+
+def of_rank() -> nn.Module:
+    """Return a perceptron whose table is another one on the second rank of each pair."""
+    return parallel.moved(Perceptron(), dist.get_rank() % 2)
 
 
 if __name__ == "__main__":

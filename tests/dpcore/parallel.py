@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -324,7 +323,7 @@ def check_refused() -> Any:
     gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     table = {"table": ColwiseParallel(output_layouts=Replicate())}
     grid = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "parts"))
-    found = {
+    return {
         "sequence": of_plan({**Perceptron.PLAN, "norm": SequenceParallel()}),
         "inputs": of_plan({**Perceptron.PLAN, "norm": gathered}),
         "of sequence": of_plan({"up": sequence["up"], "down": rows}),
@@ -354,10 +353,6 @@ def check_refused() -> Any:
         "moved": of_step(change=lambda module: module.bfloat16().double()),
         "penalty": of_penalty(),
     }  # fmt: skip
-    if SHARDS_HERE:
-        module = parallelize_module(Perceptron(), grid["parts"], Perceptron.PLAN)
-        found["in shards"] = made_private(fully_shard(module, mesh=grid["copies"]))
-    return found
 
 
 def with_max_norm(module: Perceptron) -> Perceptron:
