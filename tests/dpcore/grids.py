@@ -97,8 +97,12 @@ def check_keep_shards(folder: Path) -> None:
     parallel.check_keep(folder, put=in_shards)
 
 
-def check_go_on(folder: Path) -> Any:
-    return {how: parallel.check_go_on(folder, put=put) for how, put in PUT.items()}
+def check_go_on_copies(folder: Path) -> Any:
+    return parallel.check_go_on(folder, put=in_copies)
+
+
+def check_go_on_shards(folder: Path) -> Any:
+    return parallel.check_go_on(folder, put=in_shards)
 
 
 def of_step(

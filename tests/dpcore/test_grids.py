@@ -121,7 +121,9 @@ def test_a_resumed_run_of_copies_equals_the_uninterrupted_one_bit_for_bit(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("how", grids.PUT)
 def test_a_run_goes_on_on_another_mesh(tmp_path, how):
-    went_on = [r["go_on"][how] for r in launch(tmp_path, 4, f"keep_{how}", "go_on", script=grids.__file__)]
+    ways = [f"go_on_{way}" for way in grids.PUT if way in (how, "copies")]
+    reports = launch(tmp_path, 4, f"keep_{how}", *ways, script=grids.__file__)
+    went_on = [report[way] for report in reports for way in ways]
     for size in (1, 2):
         went_on += [report["go_on"] for report in launch(tmp_path, size, "go_on", script=parallel.__file__)]
     for weights in went_on:
