@@ -49,15 +49,15 @@ PUT: dict[str, Callable[[nn.Module, dict[str, Any]], nn.Module]] = {
     **({"shards": in_shards} if SHARDS_HERE else {}),
 }
 SAME: dict[str, dict[str, Any]] = {
-    "perceptron in float32": {"kind": "perceptron", "dtype": torch.float32, "steps": 2},
     "block": {"steps": 2},
     "pieces": {"kind": "perceptron", "max_physical_batch_size": 2, "steps": 2},
     "adaptive": {"kind": "perceptron", "clipping": "adaptive", "sigma": 0.5, "steps": 2},
-    "empty": {"sample_rate": 1e-9, "steps": 1},
 }
 """Runs that are the same in one process and on a grid."""
 MORE: dict[str, dict[str, Any]] = {
     "longer": {"steps": 6},
+    "float32": {"kind": "perceptron", "dtype": torch.float32, "steps": 2},
+    "empty": {"sample_rate": 1e-9, "steps": 1},
     "automatic pieces": {"max_physical_batch_size": "auto", "steps": 2},
     "by layer": {"kind": "perceptron", "clipping": "per_layer", "max_grad_norm": [0.5] * 9, "steps": 2},
 }

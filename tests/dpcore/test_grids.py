@@ -47,8 +47,7 @@ REFUSED_IN_SHARDS = {
 def found(tmp_path_factory):
     """The reports of four ranks, from one launch."""
     folder = tmp_path_factory.mktemp("grids")
-    resume = ["resume_shards"] if parallel.SHARDS_HERE else []
-    return launch(folder, 4, "same", "owned", "noise", *resume, "refused", script=grids.__file__)
+    return launch(folder, 4, "same", "owned", "noise", "refused", script=grids.__file__)
 
 
 def check_same(reports, options):
@@ -107,15 +106,11 @@ def check_resumed(reports):
         torch.testing.assert_close(parallel.weights(ordinary), report["whole"]["weights"])
 
 
-@pytest.mark.skipif(not parallel.SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
-def test_a_resumed_run_in_shards_equals_the_uninterrupted_one_bit_for_bit(found):
-    check_resumed([report["resume_shards"] for report in found])
-
-
 @pytest.mark.slow
-def test_a_resumed_run_of_copies_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
-    reports = launch(tmp_path, 4, "resume_copies", script=grids.__file__)
-    check_resumed([report["resume_copies"] for report in reports])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
+    reports = launch(tmp_path, 4, *(f"resume_{how}" for how in grids.PUT), script=grids.__file__)
+    for how in grids.PUT:
+        check_resumed([report[f"resume_{how}"] for report in reports])
 
 
 @pytest.mark.slow
