@@ -30,7 +30,8 @@ class Ranks:
 
     ``device``: where the group's backend wants its tensors ("cpu" for gloo, the rank's own GPU for NCCL). ``sharded``:
     the module exchanges tensors in every pass, so that all ranks must go through equally many passes of one kind.
-    ``same_examples``: each rank has a part of every layer and works on all examples, not on its own.
+    ``parts``: those of them that have a part of every layer each and work on the same examples as this rank.
+    ``copies``: those that have the same part, each with examples of its own.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Ranks:
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         sharded: bool = False,
-        same_examples: bool = False,
+        parts: Ranks | None = None,
+        copies: Ranks | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
@@ -50,12 +52,11 @@ class Ranks:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.sharded = sharded
-        self.same_examples = same_examples
-
-    @property
-    def shares(self) -> int:
-        """Return among how many ranks the examples of a batch are dealt out."""
-        return 1 if self.same_examples else self.size
+        self.parts, self.copies = parts, copies
+        deals = self if parts is None else copies
+        self.deals = deals is not None
+        """Whether the examples of a batch are dealt out: into ``shares``, of which this one has ``share_number``."""
+        self.share_number, self.shares = (0, 1) if deals is None else (deals.rank, deals.size)
 
     def largest(self, value: int) -> int:
         """The largest of the ranks' values."""
@@ -130,13 +131,15 @@ class Ranks:
             source.seed = derived_seed(0, *self.gather(source.seed))
 
     def join_batches(self, loader: Any) -> None:
-        """Give all ranks one seed of the batches of a loader of which each takes a part, or all."""
+        """Give all ranks one seed of the batches of a loader of which each takes its share, or all."""
         if self.draw_one(loader):
             self.join_seed(loader.sampler_state)
+            if self.deals:
+                loader.sampler_state.take(self.share_number, self.shares)
 
     def draw_one(self, loader: Any) -> bool:
         """Return whether all ranks draw the same lists, of which each takes a part, or all."""
-        return getattr(loader, "is_dealt", False) or (self.same_examples and hasattr(loader, "sampler_state"))
+        return getattr(loader, "is_dealt", False) or (self.parts is not None and hasattr(loader, "sampler_state"))
 
     def _differing(self, values: dict[str, Any]) -> list[str]:
         """Return the names of the values whose text is not the same on all ranks."""
@@ -215,12 +218,21 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
     """``model`` on every rank, with rank 0's parameters and buffers; hand it to ``PrivacyEngine.make_private``.
 
     Takes the place of torch's ``DistributedDataParallel``, which averages gradients before they are clipped. Build it
-    before the optimiser, on all ranks. ValueError where there is no process group.
+    before the optimiser, on all ranks.
+
+    Args:
+        model: The model, on its device.
+        device_mesh: For a model whose layers ``parallelize_module`` has split over one dimension of a mesh: the other
+            dimension, ``mesh["data"]``, over which copies of it are trained.
+
+    Raises:
+        UnsupportedError: the model's parameters are sharded, and there is no mesh of copies, or one that is not needed.
+        ValueError: there is no process group.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device_mesh: Any = None) -> None:
         super().__init__()
-        self.ranks = _joined(model)
+        self.ranks = _joined(model, device_mesh)
         self.module = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,21 +265,62 @@ def replicate(module: nn.Module) -> Ranks:
     return ranks
 
 
-def _joined(module: nn.Module) -> Ranks:
-    """Rank 0's parameters and buffers in ``module``, on all ranks."""
-    if any(hasattr(p, "device_mesh") for p in module.parameters()):  # to import DTensor is slow
+def grid_of(mesh: Any, copies: Ranks | None) -> Ranks:
+    """Return all ranks, of which those along ``mesh`` have parts of layers, and ``copies`` the same parts.
+
+    UnsupportedError, on all ranks, where they form no grid.
+    """
+    parts = Ranks(mesh.device_type, mesh.get_group())
+    ranks = Ranks(mesh.device_type, sharded=True, parts=parts, copies=copies)
+    if copies is None and parts.size != ranks.size:
+        raise UnsupportedError(
+            f"The mesh of tensor parallelism has {parts.size} of {ranks.size} processes, and all of them must train "
+            "one model. Make the mesh of all processes; or, where the others train copies of it on other examples, "
+            'give parallelize_module mesh["tensor"] and make_private DifferentiallyPrivateDistributedDataParallel('
+            'model, device_mesh=mesh["data"]), of one mesh of two dimensions.'
+        )
+    groups = [tuple(dist.get_process_group_ranks(of.group)) if of else () for of in (parts, copies)]
+    found = ranks.gather((mesh.mesh.tolist(), (parts.size, ranks.shares), parts.rank, ranks.share_number, *groups))
+    for order, *_ in found:
+        if order != sorted(order):
+            raise UnsupportedError(f"The mesh of tensor parallelism has the ranks in the order {order}; sort them.")
+    sizes, places = {size for _, size, *_ in found}, {(part, share) for *_, part, share, _, _ in found}
+    rows, columns = {(share, of) for *_, share, of, _ in found}, {(part, of) for *_, part, _, _, of in found}
+    if len(sizes) > 1 or (len(places), len(rows), len(columns)) != (ranks.size, ranks.shares, parts.size):
+        raise UnsupportedError(
+            f"The {ranks.size} processes are no grid of {parts.size} parts of the layers and {ranks.shares} copies of "
+            'them; take both dimensions of one mesh of all processes, mesh["tensor"] for parallelize_module and '
+            'mesh["data"] for fully_shard or device_mesh.'
+        )
+    return ranks
+
+
+def _joined(module: nn.Module, mesh: Any = None) -> Ranks:
+    """Rank 0's parameters and buffers in ``module``, on all ranks: those of ``mesh`` where it is given."""
+    meshes = {p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")}  # to import DTensor is slow
+    if meshes and (mesh is None or any(hasattr(part, "unshard") for part in module.modules())):
         raise UnsupportedError(
             "The module's parameters are sharded, so each rank holds other ones; pass a whole module, or give "
-            "make_private the module to which fully_shard was applied, without a wrapper."
+            "make_private the module to which fully_shard was applied, without a wrapper. Of layers that are split "
+            'over mesh["tensor"] by parallelize_module pass the other dimension, too: device_mesh=mesh["data"].'
+        )
+    if mesh is not None and [of.ndim for of in (mesh, *meshes)] != [1, 1]:
+        raise UnsupportedError(
+            "device_mesh is the one dimension of a mesh over which there are copies of a model whose layers are split "
+            "over the other one; split them by parallelize_module first, or leave device_mesh out: all processes then "
+            "train one whole model."
         )
     parameter = next(module.parameters(), None)
-    ranks = Ranks("cpu" if parameter is None else parameter.device)
+    ranks = Ranks("cpu" if parameter is None else parameter.device, None if mesh is None else mesh.get_group())
+    if mesh is not None:
+        grid_of(meshes.pop(), ranks)  # before parts of other layers than this rank's are taken for its own
     for tensor in [*module.parameters(), *module.buffers()]:
+        held = getattr(tensor, "_local_tensor", tensor).detach()
         # A collective wants one block of memory.
-        whole = tensor.detach().contiguous()
-        dist.broadcast(whole, 0)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(whole)
+        whole = held.contiguous()
+        ranks.take_first_(whole)
+        if whole.data_ptr() != held.data_ptr():
+            held.copy_(whole)
     return ranks
 
 
@@ -338,14 +391,17 @@ def share_of(sampler: Any, data_set: Any, ranks: Ranks) -> Any:
 
 
 def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:
-    """PrivacyError unless no example of a loader without Poisson sampling reaches two ranks."""
-    sampler = loader.sampler
-    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != ranks.size:
+    """PrivacyError, on all ranks, unless no example of a loader without Poisson sampling reaches two shares."""
+    sampler, own = loader.sampler, (ranks.share_number, ranks.shares)
+    is_own = isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) == own
+    if ranks.least(int(is_own)) == 0:
         raise PrivacyError(
-            f"Without Poisson sampling each of the {ranks.size} ranks would process every example, and one example "
+            f"Without Poisson sampling each of the {ranks.shares} ranks would process every example, and one example "
             "would move the sum by several clip norms. Use poisson_sampling=True, or, where the loader is yours, give "
-            "it a torch.utils.data.DistributedSampler."
+            "it a torch.utils.data.DistributedSampler, of which each rank takes its own part (rank and num_replicas: "
+            'where layers are split, those of mesh["data"]).'
         )
+    assert isinstance(sampler, DistributedSampler)
     if sampler.total_size > len(loader.dataset):  # type: ignore[arg-type]
         raise PrivacyError(
             "The DistributedSampler repeats some examples to give all ranks equally many, and a repeated example moves "

@@ -219,7 +219,7 @@ class Setup:
             sample_rate=self.settings["sample_rate"],
             seed=seed,
             secure=self.secure,
-            distributed=ranks is not None and not ranks.same_examples,
+            distributed=ranks is not None and ranks.deals,
             # Of batches that are not followed nobody knows whether all ranks have parts of the same.
             shares="dealt" if self.settings["check_batches"] else "owned",
             max_batch_size=longest_batch(self.settings),
@@ -235,7 +235,7 @@ class Setup:
     def _ordinary_loader(self) -> tuple[DataLoader[Any], float]:
         """Return the loader of a run without Poisson sampling, and the rate that its accountant assumes."""
         loader, sample_rate = self.settings["data_loader"], self.settings["sample_rate"]
-        if self.ranks is not None and not self.ranks.same_examples:
+        if self.ranks is not None and self.ranks.deals:
             check_shares(loader, self.ranks)
         check_ordinary(loader)
         if self.settings["check_batches"]:

@@ -3,8 +3,9 @@
 A rank holds the whole model, or shards of it. In the first case its sums are whole too, and are added up over the ranks
 once, at the end of a logical batch. In the second no rank ever holds the whole of them: those of one piece are formed
 unit by unit, and every unit's are added up and dealt out before the next ones are formed (:class:`Sharded`,
-:mod:`dpcore.microbatch.sharded_sums`). Ranks that compute with their parts (:class:`Parallel`) have nothing to add up.
-In each case a rank draws its part of one stream of noise.
+:mod:`dpcore.microbatch.sharded_sums`). Ranks that compute with their parts (:class:`Parallel`) have nothing to add up,
+but with those that compute with the same parts on other examples. In each case a rank draws its part of one stream of
+noise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dpcore.distributed import Ranks
+from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.noise import SecureNoise
 from dpcore.release import Release, Sums
@@ -28,6 +29,8 @@ class Reduction:
 
     shards: Mapping[Parameter, Any] = MappingProxyType({})
     """The parameter that the optimizer steps in the place of one that a pass uses, where it is another."""
+    is_gathered = False
+    """Whether parameters that a pass uses are there only while their layers compute."""
 
     def finish(self, release: Release, sums: Sums) -> None:
         """Add up the sums of all ranks, with noise."""
@@ -36,6 +39,9 @@ class Reduction:
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         """Return those of ``params`` whose numbers are the same on all ranks."""
         return params
+
+    def check_weights(self, params: Iterable[Parameter]) -> None:
+        """PrivacyError where ranks that hold the same parts of ``params`` have other numbers; all ranks call this."""
 
 
 class Replicated(Reduction):
@@ -113,6 +119,8 @@ class Sharded(InParts):
         replicas: Those that hold the same shards, where there are several.
     """
 
+    is_gathered = True
+
     def __init__(
         self,
         shards: Mapping[Parameter, Any],
@@ -156,17 +164,28 @@ class Parallel(InParts):
         shards: The parameter in parts of every one that is used in its place.
         split: The parameters of which the ranks hold different parts.
         of_first: Those that the first rank alone uses and sums.
-        ranks: Those that hold all parts together.
+        everyone: All ranks. Their parts are those that hold all parts together, and their copies, where there are any,
+            those that train the same parts on other examples.
     """
 
     def __init__(
-        self, shards: Mapping[Parameter, Any], split: set[Parameter], of_first: set[Parameter], ranks: Ranks
+        self,
+        shards: Mapping[Parameter, Any],
+        split: set[Parameter],
+        of_first: set[Parameter],
+        everyone: Ranks,
     ) -> None:
-        super().__init__(shards, ranks)
-        self.split, self.of_first = split, of_first
+        assert everyone.parts is not None
+        super().__init__(shards, everyone.parts)
+        self.split, self.of_first, self.everyone = split, of_first, everyone
+        self._of_copies = Reduction() if everyone.copies is None else Replicated(everyone.copies)
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         return [param for param in params if param not in self.split]
+
+    def check_weights(self, params: Iterable[Parameter]) -> None:
+        if self.everyone.copies is not None:
+            self.everyone.copies.agree({"the weights": fingerprint(params)})
 
     def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
         """Add the noise of the parts' own addresses; what all ranks hold is released by the first one, to the bit."""
@@ -174,12 +193,12 @@ class Parallel(InParts):
         whole = sums.whole()
         used = [summed for param, summed in whole.items() if param not in self.of_first]
         apart = [(part - first).norm() > 0.1 * first.norm() for part, first in self._with_first(used)]
-        if self.ranks.largest(int(any(apart))):
+        if self.everyone.largest(int(any(apart))):
             raise PrivacyError(
                 "The ranks have different sums of a parameter that each of them holds whole: it is used on activations "
                 "of which each rank has a part (a norm within attention heads). Freeze it, or leave that layer whole."
             )
-        release.add(sums)
+        self._of_copies.finish(release, sums)
         for part, first in self._with_first([*whole.values()]):
             part.copy_(first)
 
@@ -191,6 +210,38 @@ class Parallel(InParts):
         self.ranks.take_first_(joined)
         firsts = joined.split([part.numel() for part in whole])
         return [(part, first.view_as(part)) for part, first in zip(whole, firsts, strict=True)]
+
+
+class ParallelSharded(Parallel):
+    """Ranks that hold shards of their parts: those that work on other examples hold the others.
+
+    ``units``: as of :class:`Sharded`.
+    """
+
+    is_gathered = True
+
+    def __init__(
+        self,
+        shards: Mapping[Parameter, Any],
+        split: set[Parameter],
+        of_first: set[Parameter],
+        everyone: Ranks,
+        units: Sequence[Sequence[Parameter]],
+    ) -> None:
+        super().__init__(shards, split, of_first, everyone)
+        assert everyone.copies is not None
+        self.units, self.of_shards = units, everyone.copies
+        self._of_copies = Reduction()  # whose sums are in the shards
+
+    def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
+        return ()
+
+    def check_weights(self, params: Iterable[Parameter]) -> None:
+        whole = [self.shards[param].to_local() for param in params if param not in self.split]
+        self.ranks.agree({"the weights": fingerprint(whole)})
+
+    def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        return self.of_shards.begin_scatter(chunks)
 
 
 def reduction_of(module: nn.Module, ranks: Ranks | None) -> Reduction:

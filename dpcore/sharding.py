@@ -129,12 +129,45 @@ def shard(module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     """Both as they are, or with the parameters that a pass uses where a part of the module is sharded or parallel."""
     wrapped: ShardedModule | ParallelModule
     if any(isinstance(part, FSDPModule) for part in module.modules()):
-        wrapped = ShardedModule(module)
+        wrapped = _parallel(module) if any(map(_is_in_two, module.parameters())) else ShardedModule(module)
     elif any(isinstance(param, DTensor) for param in module.parameters()):
         wrapped = ParallelModule(module)
     else:
         return module, optimizer
     return wrapped, ShardedOptimizer(optimizer, wrapped)
+
+
+def _is_in_two(param: Any) -> bool:
+    """Return whether a parameter is sharded over the first of two dimensions of a mesh, unlike HSDP's."""
+    return isinstance(param, DTensor) and param.device_mesh.ndim == 2 and hasattr(param.placements[0], "dim")
+
+
+def _parallel(module: nn.Module) -> ParallelModule:
+    """Return ``module``, whose layers are split over one dimension of a mesh, and sharded over the other.
+
+    UnsupportedError where a parameter is not sharded so.
+    """
+    _gather_nothing(module)
+    sharded: dict[str, Any] = dict(module.named_parameters())
+    grids = {param.device_mesh for param in sharded.values() if _is_in_two(param)}
+    grid = grids.pop()
+    data = dist.get_process_group_ranks(grid.get_group(0))
+    for name, param in sharded.items():
+        fits = not grids and isinstance(param, DTensor) and hasattr(param.placements[0], "dim")
+        if not fits or dist.get_process_group_ranks(param.device_mesh.get_group(0)) != data:
+            raise UnsupportedError(
+                f"Parameter {name} is not sharded over the dimension of the mesh over which layers that are split "
+                'are: give fully_shard mesh["data"] for every part and the root, and parallelize_module '
+                'mesh["tensor"], of one mesh of two dimensions.'
+            )
+        _check_not_offloaded(param, grid)
+    if any(group != sorted(group) for group in (*grid.mesh.tolist(), *grid.mesh.t().tolist())):
+        raise UnsupportedError(f"The mesh has the ranks in the order {grid.mesh.tolist()}; sort them.")
+    units = [*_units(module)]
+    held = {name: param for unit in units for name, param in unit.items()}
+    of_shards = Ranks(grid.device_type, grid.get_group(0))
+    together = [[*unit.values()] for unit in units]
+    return ParallelModule(module, of_shards, {param: held[name] for name, param in sharded.items()}, together)
 
 
 def _mesh_of(params: Iterable[Parameter]) -> Any:
@@ -146,8 +179,8 @@ def _mesh_of(params: Iterable[Parameter]) -> Any:
     if found or placements not in ((Shard,), (Replicate, Shard)):
         raise UnsupportedError(
             "dpcore trains sharded models whose every parameter is sharded over one mesh, with one dimension or "
-            "with two (copies, shards); call fully_shard on the root module too, with one mesh for all (and no tensor "
-            "parallelism)."
+            "with two (copies, shards); call fully_shard on the root module too, with one mesh for all, after "
+            "parallelize_module where there is any."
         )
     if len(placements) == 2 and mesh.size() != dist.get_world_size():
         raise UnsupportedError(
@@ -161,12 +194,17 @@ def _mesh_of(params: Iterable[Parameter]) -> Any:
             "model together give fully_shard the mesh of two dimensions (copies, shards), not a part of it.",
             stacklevel=5,
         )
-    if any(p.device.type != mesh.device_type for p in params):
+    for param in params:
+        _check_not_offloaded(param, mesh)
+    return mesh
+
+
+def _check_not_offloaded(param: Parameter, mesh: Any) -> None:
+    if param.device.type != mesh.device_type:
         raise UnsupportedError(
             f"The shards are not on {mesh.device_type}, where the model computes (CPUOffloadPolicy) and their sums are "
             "formed; leave the offload policy out."
         )
-    return mesh
 
 
 def _gather_nothing(module: nn.Module) -> None:
@@ -178,9 +216,10 @@ def _gather_nothing(module: nn.Module) -> None:
 
 def _units(module: nn.Module) -> Iterator[dict[str, Parameter]]:
     """Whole parameters by name, in the units that are gathered; the objects are the same at every later pass."""
+    sharded = {*module.parameters()}
     for prefix, part in module.named_modules():
         if isinstance(part, FSDPModule):
             part.unshard()
             inside = nn.Module.named_parameters(part, prefix)  # type: ignore[arg-type]
-            yield {name: p for name, p in inside if not isinstance(p, DTensor)}
+            yield {name: p for name, p in inside if p not in sharded}
             part.reshard()

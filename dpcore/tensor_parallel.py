@@ -3,25 +3,26 @@
 Seen from a rank such a layer is an ordinary one with a smaller weight, which the recording knows: torch's hooks around
 it exchange inputs and outputs, and between them the layer computes on local tensors. All ranks work on the same
 examples, and their gradients of a split weight are blocks of the whole one
-(:mod:`dpcore.microbatch.parallel_sums`). A row-wise layer's bias is the first rank's alone.
+(:mod:`dpcore.microbatch.parallel_sums`). A row-wise layer's bias is the first rank's alone. Where the layers are split
+over one dimension of a mesh, ranks along the other one train copies of the model, each with its share of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore.distributed import Ranks, fingerprint
+from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel, Ranks, fingerprint, grid_of
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.backward_pass import owner_of
-from dpcore.reduction import ModuleInParts, Parallel
+from dpcore.reduction import ModuleInParts, Parallel, ParallelSharded
 
 STYLES: dict[type[nn.Module], dict[int, tuple[Any, tuple[Any, ...], Any]]] = {
     nn.Linear: {
@@ -34,7 +35,7 @@ STYLES: dict[type[nn.Module], dict[int, tuple[Any, tuple[Any, ...], Any]]] = {
 UNDERSTOOD = (
     "dpcore trains nn.Linear and nn.Embedding in ColwiseParallel or RowwiseParallel with their default layouts "
     "(and output_layouts=Replicate()), plain tensors between layers, all else whole on every rank; no sequence, "
-    "context, pipeline or loss parallelism, and no fully_shard beside it."
+    "context, pipeline or loss parallelism, and fully_shard over the other dimension of one mesh alone."
 )
 
 
@@ -43,46 +44,66 @@ class ParallelModule(ModuleInParts):
 
     ``reduction``: knows the DTensor of every part. UnsupportedError where a layer is split in another way than is
     understood.
+
+    Args:
+        module: The model.
+        copies: Those that train the same parts on other examples, where there are any.
+        held: For every parameter that is stepped the one that is used in a pass, where it is another.
+        units: The used ones that are gathered together.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        copies: Ranks | None = None,
+        held: Mapping[Parameter, Any] | None = None,
+        units: Sequence[Sequence[Any]] = (),
+    ) -> None:
+        if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+            copies, module = module.ranks, module.module
         super().__init__(module)
-        mesh = _mesh_of(module)
-        self.ranks = Ranks(mesh.device_type, mesh.get_group(), sharded=True, same_examples=True)
-        split = {p for p in module.parameters() if isinstance(p, DTensor)}
-        self._parts = {p: Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in split}
+        held = {p: p for p in module.parameters()} if held is None else held
+        split = {p for p in held.values() if isinstance(p, DTensor)}
+        self.ranks = grid_of(_mesh_of(split), copies)
+        parts = self.ranks.parts
+        assert parts is not None
+        self._parts = {p: Parameter(p._local_tensor.detach(), requires_grad=p.requires_grad) for p in split}
+        self._used = {key: self._parts.get(p, p) for stepped, p in held.items() for key in (stepped, p)}
         if any(map(_leaves_a_rank_out, split)):  # found by all ranks, none of which waits for another
             raise UnsupportedError("A rank has no row of a layer that is split; use fewer ranks, or leave it whole.")
         self.lengths_of_ranks = set().union(*self.ranks.gather({n for p in self._parts.values() for n in p.shape}))
         """Of dimensions of parts: all ranks look at the model on equally many examples, which are as many as none."""
         of_first: set[Parameter] = set()
         for name, layer in module.named_modules():
-            if (output := _output_layout(name, layer)) is not None:
-                layer.forward = ParallelLayer(layer, output, self._parts, self.ranks)
+            params = {n: held[p] for n, p in layer._parameters.items() if p is not None}
+            if (output := _output_layout(name, layer, params)) is not None:
+                layer.forward = ParallelLayer(layer, params, output, self._parts, parts)
                 of_first |= layer.forward.of_first
-        self.reduction = Parallel(
-            {part: p for p, part in self._parts.items()},
-            {part for p, part in self._parts.items() if not p.placements[0].is_replicate()},
-            of_first,
-            self.ranks,
-        )
+        shards = {self._used[p]: stepped for stepped, p in held.items() if self._used[p] is not stepped}
+        of_split = {part for p, part in self._parts.items() if not p.placements[0].is_replicate()}
+        self.reduction = Parallel(shards, of_split, of_first, self.ranks)
+        if units:
+            used = [[self._used[p] for p in unit] for unit in units]
+            self.reduction = ParallelSharded(shards, of_split, of_first, self.ranks, used)
         self.ranks.agree({"the weights": fingerprint(self.reduction.alike(self.parameters()))})
+        self.reduction.check_weights(self.parameters())
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         """The parameters that a pass uses: parts in the place of DTensors."""
         for name, param in self.module.named_parameters(f"{prefix}.module" if prefix else "module", *args, **kwargs):
-            yield name, self._parts.get(param, param)  # type: ignore[call-overload]
+            yield name, self._used.get(param, param)
 
 
 class ParallelLayer:
-    """The forward pass of ``layer`` between torch's hooks, on this rank's ``parts`` of its parameters.
+    """The forward pass of ``layer`` between torch's hooks, on this rank's ``parts`` of its parameters ``shards``.
 
     ``of_first``: those that the first rank alone uses.
     """
 
-    def __init__(self, layer: nn.Module, output: Any, parts: Mapping[Any, Parameter], ranks: Ranks) -> None:
-        self.layer, self.output, self.ranks = layer, output, ranks
-        self.shards: dict[str, Any] = {n: p for n, p in layer._parameters.items() if p is not None}
+    def __init__(
+        self, layer: nn.Module, shards: dict[str, Any], output: Any, parts: Mapping[Any, Parameter], ranks: Ranks
+    ) -> None:
+        self.layer, self.shards, self.output, self.ranks = layer, shards, output, ranks
         self.parts = {name: parts[shard] for name, shard in self.shards.items()}
         weight = self.shards["weight"]
         self.mesh, self.dim, self.shape = weight.device_mesh, weight.placements[0].dim, weight.shape
@@ -134,45 +155,39 @@ class ParallelLayer:
         return found.redistribute(placements=[self.output]) if self.output.is_replicate() else found
 
 
-def _mesh_of(module: nn.Module) -> Any:
-    """Return the one mesh over whose ranks layers are split: of one dimension, with all processes."""
-    meshes = {param.device_mesh for param in module.parameters() if isinstance(param, DTensor)}
+def _mesh_of(split: Iterable[Any]) -> Any:
+    """Return the one mesh over whose ranks parameters are ``split``, of one dimension."""
+    meshes = {param.device_mesh for param in split}
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise UnsupportedError(f"The model is split over several meshes, or one of several dimensions. {UNDERSTOOD}")
-    if mesh.size() != dist.get_world_size():
-        raise UnsupportedError(
-            f"The mesh of tensor parallelism has {mesh.size()} of {dist.get_world_size()} processes, and all of them "
-            "must share one model; make the mesh of all processes, without data parallelism beside it."
-        )
-    if (order := mesh.mesh.tolist()) != list(range(mesh.size())):
-        raise UnsupportedError(f"The mesh of tensor parallelism has the ranks in the order {order}; sort them.")
     return mesh
 
 
-def _output_layout(name: str, layer: nn.Module) -> Any:
-    """Return the layout of a split layer's output, None of a layer that every rank holds whole.
+def _output_layout(name: str, layer: nn.Module, held: Mapping[str, Any]) -> Any:
+    """Return the layout of a split layer's output, whose parameters are ``held``; None of one that each rank has whole.
 
     UnsupportedError where it is split, or torch changes its activations, in a way that is not understood.
     """
     hooks = [h for of in (layer._forward_pre_hooks, layer._forward_hooks) for h in of.values() if _is_torchs(h)]
-    tensors = (*layer._parameters.values(), *layer._buffers.values())
+    tensors = (*held.values(), *layer._buffers.values())
+    kind = type(layer).__mro__[2] if isinstance(layer, FSDPModule) else type(layer)  # which has made a class of its own
     if not hooks and not any(isinstance(tensor, DTensor) for tensor in tensors):
         return None
     try:
         layouts = [_bound(hook) for hook in hooks]
-        held: dict[str, Any] = {name: param for name, param in layer._parameters.items() if param is not None}
         placed = {name: param.placements for name, param in held.items()}
         (split,) = placed.pop("weight")
-        of_input, of_output, of_bias = STYLES[type(layer)][split.dim]
+        of_input, of_output, of_bias = STYLES[kind][split.dim]
         (_, ((output,), _)) = layouts
         known = [((of_input,), (of_input,)), ((output,), True)]
         understood = layouts == known and output in of_output and placed in ({}, {"bias": (of_bias,)})
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         understood = False
     if not understood or type(vars(layer).get("forward")) not in (type(None), ParallelLayer):
-        kind = type(layer).__name__
-        raise UnsupportedError(f"Layer {name!r}, of class {kind}, is split in another way than is known. {UNDERSTOOD}")
+        raise UnsupportedError(
+            f"Layer {name!r}, of class {kind.__name__}, is split in another way than is known. {UNDERSTOOD}"
+        )
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
         raise UnsupportedError(
             f"Table {name!r} has max_norm, scale_grad_by_freq or sparse, and is split; leave it whole."

@@ -80,8 +80,9 @@ class ForwardPasses:
 
     def record(self, call: Call, given: Given, batch_size: int, name: str) -> Any:
         """Return what ``call`` of the module's method ``name`` returns for ``given``, recorded."""
-        if self._ranks is not None and self._ranks.same_examples:
-            self._ranks.agree_on_examples(leaves_of(given))
+        parts = None if self._ranks is None else self._ranks.parts
+        if parts is not None:
+            parts.agree_on_examples(leaves_of(given))
         tape, output = self._layout.attempt(
             lambda: self._pass(call, given, batch_size, name),
             None if self.sharded else lambda: self._look_again(call, given, batch_size),
@@ -92,8 +93,8 @@ class ForwardPasses:
             of_leaf = any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in leaves)
             if not of_leaf:
                 mean_loss.may_start_with_length(tape)
-        if self._ranks is not None and self._ranks.same_examples:
-            self._ranks.agree_on_losses(leaves_of(output))
+        if parts is not None:
+            parts.agree_on_losses(leaves_of(output))
         cross_entropy.mark(leaves_of(output))
         return output
 

@@ -350,6 +350,10 @@ class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
     def owners(self) -> int:
         return self.num_replicas
 
+    def take(self, rank: int, num_replicas: int) -> None:
+        """Draw part ``rank`` of ``num_replicas`` from now on: several ranks may work on one part's examples."""
+        self.rank, self.num_replicas = rank, num_replicas
+
     def draw(self, k: int) -> list[int]:
         """This rank's part of batch number ``k``, often empty; a fresh one at every call in secure mode."""
         owned = range(self.rank, self.num_samples, self.num_replicas)

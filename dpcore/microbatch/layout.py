@@ -19,7 +19,6 @@ from torch.nn import Parameter
 from dpcore.errors import NoRuleError, NotLearnt, PrivacyError, UnsupportedError
 from dpcore.microbatch.looks import Look
 from dpcore.microbatch.memory import ran_out
-from dpcore.reduction import Sharded
 from dpcore.rerun.side_effects import SideEffects
 from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
@@ -358,7 +357,7 @@ class Layout:
         """Notes what a probe's pass has shown."""
         held = tape.made_bytes + sum(use.stash_bytes() for use in tape.uses)
         self.example_bytes = max(self.example_bytes, held / count)
-        in_shards = isinstance(getattr(self.model, "reduction", None), Sharded)
+        in_shards = getattr(getattr(self.model, "reduction", None), "is_gathered", False)
         held_by = {storage_of(p) for p in self.model.parameters()} if in_shards else ()  # frozen ones are gone as soon
         for use in tape.uses:
             if isinstance(use, ThroughUse) and in_shards:

@@ -2,8 +2,9 @@
 
 An example's squared norm is the sum of those of the parts, exchanged for all examples of a pass at once; what every
 rank holds whole is counted once, as the first rank has it. Factors are then the same on all ranks, and each sums what
-is its own. What is released of an example is so no longer than the clip norm even where ranks would differ in what
-each holds whole; where they do, the model is none that was split rightly, and is refused.
+is its own, or of its own a shard (:class:`dpcore.reduction.ParallelSharded`). What is released of an example is so no
+longer than the clip norm even where ranks would differ in what each holds whole; where they do, the model is none that
+was split rightly, and is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dpcore.microbatch.measured import Groups, Measured
 from dpcore.microbatch.sharded_sums import Part, ShardedSums
 from dpcore.numerics.precision import full_precision
 from dpcore.numerics.rounding import gamma
-from dpcore.reduction import Parallel, Reduction, Sharded
+from dpcore.reduction import Parallel, ParallelSharded, Reduction, Sharded
 
 DIFFERENCE = 1e-3
 """Tolerated between squared norms, which on like ranks are the same to the bit."""
@@ -43,12 +44,14 @@ class ParallelSums(ShardedSums):
         super()._allocate()
 
     def _part(self, param: Parameter, shard: Any, offset: int) -> Part:
-        if param in self.reduction.split:
-            return super()._part(param, shard, offset)
-        return Part(torch.Size([param.numel()]), 0, 1, param.numel(), 0, param.numel(), offset)
+        part = super()._part(param, shard, offset) if param in self.reduction.split else None
+        if isinstance(self.reduction, ParallelSharded):
+            own = offset if part is None else 0
+            return Part.number(self.reduction.of_shards, param.shape, shard.placements[0].dim, own, part)
+        return part or Part(torch.Size([param.numel()]), 0, 1, param.numel(), 0, param.numel(), offset)
 
     def _bundled(self) -> Any:
-        return ()
+        return super()._bundled() if isinstance(self.reduction, ParallelSharded) else ()
 
     def whole(self) -> dict[Parameter, Tensor]:
         """Return the sums of what every rank holds whole."""
@@ -107,6 +110,9 @@ class ParallelSums(ShardedSums):
     @without_autocast
     @torch.no_grad()
     def reduce(self) -> None:
+        if isinstance(self.reduction, ParallelSharded):
+            super().reduce()
+            return
         self.reduction.check_no_ordinary_gradient()
         passes, self._waiting = self._waiting, []
         with full_precision():
@@ -119,8 +125,8 @@ def accumulator_for(
     parameters: Mapping[str, Parameter], max_grad_norm: float | Sequence[float], factors: Factors, reduction: Reduction
 ) -> Accumulator:
     """Return what adds up clipped gradients for ``reduction``: in one buffer, in shards, or in parts of layers."""
-    if isinstance(reduction, Sharded):
-        return ShardedSums(parameters, max_grad_norm, factors, reduction)
     if isinstance(reduction, Parallel):
         return ParallelSums(parameters, max_grad_norm, factors, reduction)  # type: ignore[arg-type]
+    if isinstance(reduction, Sharded):
+        return ShardedSums(parameters, max_grad_norm, factors, reduction)
     return Accumulator(parameters, max_grad_norm, factors)

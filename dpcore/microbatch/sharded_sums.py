@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dpcore.clipping import Factors
+from dpcore.distributed import Ranks
 from dpcore.microbatch.accumulator import Accumulator, without_autocast
 from dpcore.microbatch.in_turn import example_gradient
 from dpcore.microbatch.measured import Groups, Kept, Measured, measure
@@ -39,6 +40,7 @@ class Part:
     """This rank's part of a parameter of ``shape``: ``rows`` from ``first`` on of dimension ``dim``.
 
     Each of ``ranks`` has ``chunk`` rows, the last ones fewer. ``offset``: the parameter's among all trained ones.
+    ``within``: the part of the parameter of which this is a part, where it is not one of the whole.
     """
 
     shape: torch.Size
@@ -48,15 +50,19 @@ class Part:
     first: int
     rows: int
     offset: int
+    within: Part | None = None
 
     @classmethod
-    def of(cls, shard: Any, rank: int, ranks: int, offset: int) -> Part:
-        """Return the part that ``shard``, of rank number ``rank``, is."""
-        dim = shard.placements[-1].dim
-        length = shard.shape[dim]
-        chunk = -(-length // ranks)
-        first = min(rank * chunk, length)
-        return cls(shard.shape, dim, ranks, chunk, first, min(chunk, length - first), offset)
+    def of(cls, shard: Any, ranks: Ranks, offset: int) -> Part:
+        """Return the part that ``shard``, of this one of ``ranks``, is."""
+        return cls.number(ranks, shard.shape, shard.placements[-1].dim, offset)
+
+    @classmethod
+    def number(cls, ranks: Ranks, shape: torch.Size, dim: int, offset: int, within: Part | None = None) -> Part:
+        """Return the part of this one of ``ranks``."""
+        chunk = -(-shape[dim] // ranks.size)
+        first = min(ranks.rank * chunk, shape[dim])
+        return cls(shape, dim, ranks.size, chunk, first, min(chunk, shape[dim] - first), offset, within)
 
     @property
     def local(self) -> list[int]:
@@ -70,9 +76,17 @@ class Part:
 
     def runs(self, summed: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Give the part's sums in runs of addresses, each with its first."""
+        for start, run in self._placed(0, summed.view(-1)):
+            yield from [(start, run)] if self.within is None else self.within._placed(start, run)
+
+    def _placed(self, start: int, run: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Give a run of the part's own numbers, from number ``start`` on, in runs of addresses."""
         inner = prod(self.shape[self.dim + 1 :])
-        for k, run in enumerate(summed.view(prod(self.shape[: self.dim]), self.rows * inner)):
-            yield self.offset + (k * self.shape[self.dim] + self.first) * inner, run
+        while len(run):
+            k, at = divmod(start, self.rows * inner)
+            now, run = run[: self.rows * inner - at], run[self.rows * inner - at :]
+            yield self.offset + (k * self.shape[self.dim] + self.first) * inner + at, now
+            start += len(now)
 
     def zeros(self, like: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return zeros in the parameter's shape, and what makes chunks [ranks, n] of what was added to them."""
@@ -161,7 +175,7 @@ class ShardedSums(Accumulator):
         self._bundles = [*self._bundled()]
 
     def _part(self, param: Parameter, shard: Any, offset: int) -> Part:
-        return Part.of(shard, self.reduction.ranks.rank, self.reduction.ranks.size, offset)
+        return Part.of(shard, self.reduction.ranks, offset)
 
     def _bundled(self) -> Iterator[list[Parameter]]:
         """The parameters that are exchanged together, the last unit's first; the same on all ranks."""

@@ -101,13 +101,13 @@ class AdaClipDPOptimizer(DPOptimizer):
         return left**-0.5
 
     def add_noise(self) -> None:
-        count = torch.tensor([self._centred], dtype=torch.float64)
-        if self.noise_multiplier > 0.0 and (self.ranks is None or self.ranks.rank == 0):
+        ranks = self.ranks
+        is_counted = ranks is not None and ranks.parts is not None and ranks.parts.rank > 0  # by the first of them
+        count = torch.tensor([0.0 if is_counted else self._centred], dtype=torch.float64)
+        if self.noise_multiplier > 0.0 and (ranks is None or ranks.rank == 0):
             self._count_noise().add_(count, self.unclipped_num_std, self.steps)
-        if self.ranks is not None:
-            if self.ranks.same_examples and self.ranks.rank:
-                count.zero_()  # the first rank has counted the same
-            count = self.ranks.sum_(count.to(self.ranks.device))
+        if ranks is not None:
+            count = ranks.sum_(count.to(ranks.device))
         super().add_noise()
         self.update_max_grad_norm(float(count))
 

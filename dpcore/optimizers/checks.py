@@ -130,7 +130,7 @@ def _whence(module: AbstractGradSampleHooks, param: Parameter) -> str:
 def check_ranks(optimizer: Any, ranks: Ranks) -> None:
     """Refuse a step that is not the same on all ranks; weights are compared once after each start."""
     groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
-    alike = () if optimizer.weights_agree else optimizer.reduction.alike(optimizer.module._module.parameters())
+    agreed, weights = optimizer.weights_agree, [*optimizer.module._module.parameters()]
     ranks.agree(
         {
             "the number of steps": optimizer.steps,
@@ -141,9 +141,11 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
             "expected_batch_size": optimizer.expected_batch_size,
             "the optimizer's settings": groups,
             "the batches (their seed, or one that a rank has left out)": _drawn(optimizer.run, ranks),
-            "the weights": fingerprint(alike),
+            "the weights": None if agreed else fingerprint(optimizer.reduction.alike(weights)),
         }
     )
+    if not agreed:
+        optimizer.reduction.check_weights(weights)
     if ranks.draw_one(optimizer.run.loader) and optimizer.run.ledger is not None:
         draws = tuple(batch.draw for batch in optimizer.run.ledger.used)
         ranks.agree_where_known("the draws of the batches of this step", draws if draws and None not in draws else None)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -116,12 +115,13 @@ def private(
     alone: bool = False,
     seed: int | None = 7,
     make: Callable[[], nn.Module] | None = None,
+    put: Callable[[nn.Module, dict[str, Any]], nn.Module] = split,
     **options: Any,
 ) -> tuple[PrivacyEngine, Any, Any, Any]:
     torch.manual_seed(0)
     module = (make or MODELS[kind])().to(dtype)
     if not alone:
-        module = split(module, MODELS[kind].PLAN)  # type: ignore[attr-defined]
+        module = put(module, MODELS[kind].PLAN)  # type: ignore[attr-defined]
     engine = PrivacyEngine(seed=seed, secure_mode=options.pop("secure", False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -171,11 +171,11 @@ def check_same() -> Any:
     return {name: train(**options) for name, options in SAME.items()}
 
 
-def check_noise() -> Any:
+def check_noise(**held: Any) -> Any:
     """Return what an empty batch releases: noise alone."""
     found: dict[str, Any] = {}
     for name, options in {"seed": {}, "secret": {"seed": None}, "secure": {"seed": None, "secure": True}}.items():
-        _, module, optimizer, _ = private(dtype=torch.float32, check_batches=False, **options)  # type: ignore[arg-type]
+        _, module, optimizer, _ = private(dtype=torch.float32, check_batches=False, **options | held)  # type: ignore[arg-type]
         released: list[torch.Tensor] = []
         optimizer.scale_grad = partial(noted, released, optimizer, optimizer.scale_grad)
         x, y = data()[:0][:2]
@@ -214,11 +214,11 @@ def extremes(length: int, alone: bool) -> torch.Tensor:
     return weights(module) - start
 
 
-def check_resume(folder: Path) -> Any:
+def check_resume(folder: Path, **held: Any) -> Any:
     """Three steps, a checkpoint, and the rest in new objects, with dropout."""
 
     def run(steps: int, resumed: bool = False) -> Any:
-        made = private(seed=99 if resumed else 7, make=lambda: Block(0.5))
+        made = private(seed=99 if resumed else 7, make=lambda: Block(0.5), **held)
         engine, module, optimizer, loader = made
         kept = {"path": folder / "run.pt", "module": module, "optimizer": optimizer, "data_loader": loader}
         torch.manual_seed(100)
@@ -236,18 +236,18 @@ def check_resume(folder: Path) -> Any:
     return {"whole": run(4), "first": run(3), "resumed": run(1, resumed=True)}
 
 
-def check_keep(folder: Path) -> None:
+def check_keep(folder: Path, **held: Any) -> None:
     """Two steps and a checkpoint."""
-    engine, module, optimizer, loader = private()
+    engine, module, optimizer, loader = private(**held)
     for _, (x, y, _) in zip(range(2), loader, strict=False):
         step(module, optimizer, x, y)
     engine.save_checkpoint(path=folder / "kept.pt", module=module, optimizer=optimizer)
     dist.barrier()
 
 
-def check_go_on(folder: Path) -> Any:
+def check_go_on(folder: Path, **held: Any) -> Any:
     """Two steps behind the checkpoint of ranks that were more, or fewer."""
-    engine, module, optimizer, loader = private(seed=99)
+    engine, module, optimizer, loader = private(seed=99, **held)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # new ranks have no random state there
         engine.load_checkpoint(path=folder / "kept.pt", module=module, optimizer=optimizer)
@@ -307,9 +307,9 @@ def of_step(
     return said if torch.equal(weights(module), before) else "the weights moved"
 
 
-def of_penalty() -> str:
+def of_penalty(**held: Any) -> str:
     """Say how a step is refused whose loss uses a split weight beside the model."""
-    _, module, optimizer, _ = private("perceptron", check_batches=False)
+    _, module, optimizer, _ = private("perceptron", check_batches=False, **held)
     x, y = data()[:6][:2]
     F.cross_entropy(module(x), y).backward()
     (module._module.module.up.weight**2).sum().backward()
@@ -323,7 +323,7 @@ def check_refused() -> Any:
     gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     table = {"table": ColwiseParallel(output_layouts=Replicate())}
     grid = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "parts"))
-    found = {
+    return {
         "sequence": of_plan({**Perceptron.PLAN, "norm": SequenceParallel()}),
         "inputs": of_plan({**Perceptron.PLAN, "norm": gathered}),
         "of sequence": of_plan({"up": sequence["up"], "down": rows}),
@@ -353,10 +353,6 @@ def check_refused() -> Any:
         "moved": of_step(change=lambda module: module.bfloat16().double()),
         "penalty": of_penalty(),
     }  # fmt: skip
-    if SHARDS_HERE:
-        module = parallelize_module(Perceptron(), grid["parts"], Perceptron.PLAN)
-        found["in shards"] = made_private(fully_shard(module, mesh=grid["copies"]))
-    return found
 
 
 def with_max_norm(module: Perceptron) -> Perceptron:
@@ -394,17 +390,18 @@ def replace(layer: nn.Module) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 
-def main() -> None:
+def main(known: dict[str, Any]) -> None:
+    """Make the checks of the command line, among the functions ``known`` by name."""
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=400))  # a busy machine imports torch for long
-    checks = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
+    checks = {name.removeprefix("check_"): check for name, check in known.items() if name.startswith("check_")}
     found = {}
     for name in names:
-        found[name] = checks[name](folder) if name in ("resume", "keep", "go_on") else checks[name]()
+        found[name] = checks[name](folder) if name.split("_")[0] in ("resume", "keep", "go") else checks[name]()
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())
