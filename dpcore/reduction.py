@@ -9,7 +9,8 @@ In each case a rank draws its part of one stream of noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -109,6 +110,7 @@ class Sharded(InParts):
     Args:
         shards: The sharded parameter of every whole one.
         units: The whole parameters that are gathered together, in the order of the forward pass.
+        modules: The module of every unit, which gathers them.
         ranks: Those that hold all shards together.
         replicas: Those that hold the same shards, where there are several.
     """
@@ -117,11 +119,13 @@ class Sharded(InParts):
         self,
         shards: Mapping[Parameter, Any],
         units: Sequence[Sequence[Parameter]],
+        modules: Sequence[Any],
         ranks: Ranks,
         replicas: Ranks | None = None,
     ) -> None:
         super().__init__(shards, ranks)
-        self.units = units
+        self.units, self.modules = units, modules
+        self._read: dict[Parameter, set[Parameter]] = {}
         self._of_replicas = Reduction() if replicas is None else Replicated(replicas)
 
     def finish(self, release: Release, sums: Sums) -> None:
@@ -131,6 +135,44 @@ class Sharded(InParts):
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         return ()
+
+    def note_read(self, params: Iterable[Parameter], read: Iterable[Parameter]) -> None:
+        """Note, on all ranks, that gradients of ``params`` by example are formed of the numbers of those ``read``."""
+        for param in params:
+            self._read.setdefault(param, set()).update(read)
+
+    def in_turns(self) -> Iterator[list[Parameter]]:
+        """Gather what was noted, unit by unit, on all ranks; yield those whose gradients can then be formed."""
+        turns: dict[tuple[int, ...], list[Parameter]] = {}
+        for param, read in self._read.items():
+            turns.setdefault(self._units_of(read), []).append(param)
+        for units, params in sorted(turns.items(), key=lambda turn: turn[0]):
+            with self._gathered(units):
+                yield params
+
+    def whole_of(self, module: nn.Module) -> list[Parameter]:
+        """Return the whole parameters of a part of the model, whether it is gathered now or not."""
+        held = {*module.parameters()}
+        return [whole for whole, shard in self.shards.items() if whole in held or shard in held]
+
+    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Within, the numbers of a part of the model are there; all ranks come here."""
+        return self._gathered(self._units_of(self.whole_of(module)))
+
+    @contextmanager
+    def _gathered(self, units: Iterable[int]) -> Iterator[None]:
+        modules = [self.modules[k] for k in units]
+        for module in modules:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
+
+    def _units_of(self, params: Iterable[Parameter]) -> tuple[int, ...]:
+        wanted = {*params}
+        return tuple(k for k, unit in enumerate(self.units) if not wanted.isdisjoint(unit))
 
     def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Begin to add up ``chunks`` [ranks, n] over the ranks, all of which call this.

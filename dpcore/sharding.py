@@ -39,7 +39,7 @@ class ShardedModule(ModuleInParts):
         _gather_nothing(module)
         sharded = dict(module.named_parameters())
         mesh = _mesh_of(sharded.values())
-        units = [*_units(module)]
+        modules, units = zip(*_units(module), strict=True)
         whole = {name: param for unit in units for name, param in unit.items()}
         self._whole = {f"module.{name}": whole[name] for name in sharded}
         self.ranks = Ranks(mesh.device_type, mesh.get_group() if mesh.ndim == 1 else None, sharded=True)
@@ -47,6 +47,7 @@ class ShardedModule(ModuleInParts):
         self.reduction = Sharded(
             {whole[name]: p for name, p in sharded.items()},
             [[*unit.values()] for unit in units],
+            modules,
             of_shards,
             of_copies[0] if of_copies else None,
         )
@@ -176,11 +177,11 @@ def _gather_nothing(module: nn.Module) -> None:
             part.reshard()
 
 
-def _units(module: nn.Module) -> Iterator[dict[str, Parameter]]:
-    """Whole parameters by name, in the units that are gathered; the objects are the same at every later pass."""
+def _units(module: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, Parameter]]]:
+    """The modules that are gathered, with whole parameters by name: the objects are the same at every later pass."""
     for prefix, part in module.named_modules():
         if isinstance(part, FSDPModule):
             part.unshard()
             inside = nn.Module.named_parameters(part, prefix)  # type: ignore[arg-type]
-            yield {name: p for name, p in inside if not isinstance(p, DTensor)}
+            yield part, {name: p for name, p in inside if not isinstance(p, DTensor)}
             part.reshard()

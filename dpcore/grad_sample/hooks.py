@@ -25,7 +25,7 @@ from dpcore.grad_sample.ordinary_gradients import LoopsGradients, OrdinaryGradie
 from dpcore.grad_sample.waiting import WaitingBatches
 from dpcore.microbatch import ragged
 from dpcore.privacy_unit import check_group, units_in
-from dpcore.reduction import ModuleInParts
+from dpcore.reduction import ModuleInParts, Sharded
 from dpcore.tape.checkpointing import CHECKPOINTING
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
@@ -216,6 +216,9 @@ class AbstractGradSampleHooks:
 
         Where ordinary gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``.
         """
+        reduction = getattr(self._module, "reduction", None)
+        if isinstance(reduction, Sharded):
+            self._waiting.form(reduction.in_turns())
         return self._waiting.take(self._backward_passes.give_up)
 
     def forget(self) -> None:
