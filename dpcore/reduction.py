@@ -159,6 +159,11 @@ class Sharded(InParts):
         """Within, the numbers of a part of the model are there; all ranks come here."""
         return self._gathered(self._units_of(self.whole_of(module)))
 
+    def let_go(self) -> None:
+        """Let go of what a pass without a backward one has left whole."""
+        for module in self.modules:
+            module.reshard()
+
     @contextmanager
     def _gathered(self, units: Iterable[int]) -> Iterator[None]:
         modules = [self.modules[k] for k in units]

@@ -26,7 +26,7 @@ class ShardedModule(ModuleInParts):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        gather_nothing(module)
+        _gather_nothing(module)
         sharded = dict(module.named_parameters())
         mesh = _mesh_of(sharded.values())
         modules, units = zip(*_units(module), strict=True)
@@ -80,7 +80,7 @@ def _mesh_of(params: Iterable[Parameter]) -> Any:
     return mesh
 
 
-def gather_nothing(module: nn.Module) -> None:
+def _gather_nothing(module: nn.Module) -> None:
     """A pass without a backward one leaves the root's parameters whole."""
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -17,7 +17,7 @@ from dpcore.grad_sample.grad_sample_module import GradSampleModule
 from dpcore.microbatch.accumulator import Accumulator
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import choose, micro_batches
-from dpcore.sharded_module import ShardedModule, gather_nothing
+from dpcore.sharded_module import ShardedModule
 
 
 class SumsInShards(BatchSums):
@@ -50,7 +50,7 @@ class SumsInShards(BatchSums):
         self._recorder = GradSampleModule(model, loss_reduction="sum", ordinary_grad=False, group=group)
 
     def settle(self) -> None:
-        gather_nothing(self.model)
+        self.model.reduction.let_go()
 
     def _prepare(self, kind: Kind, x: Any, y: Any, batch_size: int) -> None:
         self.plans.note(kind, batch_size)

@@ -109,7 +109,9 @@ class ForwardPasses:
         tape.drops_activations = self._layout.drops_activations
         tape.inputs = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
         if not batch_size and not self._layout.learnt:
-            return tape, _of_nothing(call, given)  # on all ranks, of which none has shown what has no rule
+            output = _of_nothing(call, given)  # on all ranks, of which none has shown what has no rule
+            self._layout.let_go()
+            return tape, output
         with self._layout.recording(tape):
             output = call(*given[0], **given[1])
         if self.isolation.enabled and not self.sharded:

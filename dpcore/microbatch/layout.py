@@ -170,6 +170,11 @@ class Layout:
             with tape:
                 yield
 
+    def let_go(self) -> None:
+        """Let go of parameters that are gathered and that no backward pass will let go of."""
+        if self._shards is not None:
+            self._shards.let_go()
+
     def _begin(self) -> None:
         thread = threading.get_ident()
         if self._busy.setdefault("thread", thread) != thread:
