@@ -10,7 +10,8 @@ noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -29,8 +30,8 @@ class Reduction:
 
     shards: Mapping[Parameter, Any] = MappingProxyType({})
     """The parameter that the optimizer steps in the place of one that a pass uses, where it is another."""
-    is_gathered = False
-    """Whether parameters that a pass uses are there only while their layers compute."""
+    gathering: Gathering | None = None
+    """Where parameters that a pass uses are there only while their layers compute."""
 
     def finish(self, release: Release, sums: Sums) -> None:
         """Add up the sums of all ranks, with noise."""
@@ -109,27 +110,88 @@ class ModuleInParts(nn.Module):
         return self.module(*args, **kwargs)
 
 
+class Gathering:
+    """What brings the numbers of sharded parameters together, unit by unit.
+
+    ``units``: as of :class:`Sharded`. ``is_all``: whether whole parameters are gathered, and not parts of layers.
+    """
+
+    def __init__(self, shards: Mapping[Parameter, Any], units: Mapping[Any, Sequence[Parameter]], is_all: bool) -> None:
+        self.shards, self.modules, self.is_all = shards, [*units], is_all
+        self._units = [*units.values()]
+        self._read: dict[Parameter, set[Parameter]] = {}
+
+    @property
+    def waiting(self) -> Iterable[Parameter]:
+        """Return those of which :meth:`note_read` was told."""
+        return self._read.keys()
+
+    def note_read(self, params: Iterable[Parameter], read: Iterable[Parameter]) -> None:
+        """Note, on all ranks, that gradients of ``params`` by example are formed of the numbers of those ``read``."""
+        for param in params:
+            self._read.setdefault(param, set()).update(read)
+
+    def in_turns(self) -> Iterator[list[Parameter]]:
+        """Gather what was noted, unit by unit, on all ranks; yield those whose gradients can then be formed."""
+        turns: dict[tuple[int, ...], list[Parameter]] = {}
+        for param, read in self._read.items():
+            turns.setdefault(self._units_of(read), []).append(param)
+        for units, params in sorted(turns.items(), key=lambda turn: turn[0]):
+            with self._gathered(units):
+                yield params
+
+    def whole_of(self, module: nn.Module) -> list[Parameter]:
+        """Return the whole parameters of a part of the model, whether it is gathered now or not."""
+        held = {*module.parameters()}
+        return [whole for whole, shard in self.shards.items() if whole in held or shard in held]
+
+    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Within, the numbers of a part of the model are there; all ranks come here."""
+        return self._gathered(self._units_of(self.whole_of(module)))
+
+    def let_go(self) -> None:
+        """Let go of what a pass without a backward one has left whole."""
+        for module in self.modules:
+            module.reshard()
+
+    @contextmanager
+    def _gathered(self, units: Iterable[int]) -> Iterator[None]:
+        modules = [self.modules[k] for k in units]
+        for module in modules:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
+
+    def _units_of(self, params: Iterable[Parameter]) -> tuple[int, ...]:
+        wanted = {*params}
+        return tuple(k for k, unit in enumerate(self._units) if not wanted.isdisjoint(unit))
+
+
 class Sharded(InParts):
     """Ranks that hold a shard of every parameter each, as ``fully_shard`` deals them out.
 
     Args:
         shards: The sharded parameter of every whole one.
-        units: The whole parameters that are gathered together, in the order of the forward pass.
+        units: By the module that gathers them, the whole parameters that are gathered together, in the order of the
+            forward pass.
         ranks: Those that hold all shards together.
         replicas: Those that hold the same shards, where there are several.
     """
 
-    is_gathered = True
+    gathering: Gathering
 
     def __init__(
         self,
         shards: Mapping[Parameter, Any],
-        units: Sequence[Sequence[Parameter]],
+        units: Mapping[Any, Sequence[Parameter]],
         ranks: Ranks,
         replicas: Ranks | None = None,
     ) -> None:
         super().__init__(shards, ranks)
-        self.units = units
+        self.units, self.gathering = [*units.values()], Gathering(shards, units, is_all=True)
         self._of_replicas = Reduction() if replicas is None else Replicated(replicas)
 
     def finish(self, release: Release, sums: Sums) -> None:
@@ -218,19 +280,18 @@ class ParallelSharded(Parallel):
     ``units``: as of :class:`Sharded`.
     """
 
-    is_gathered = True
-
     def __init__(
         self,
         shards: Mapping[Parameter, Any],
         split: set[Parameter],
         of_first: set[Parameter],
         everyone: Ranks,
-        units: Sequence[Sequence[Parameter]],
+        units: Mapping[Any, Sequence[Parameter]],
     ) -> None:
         super().__init__(shards, split, of_first, everyone)
         assert everyone.copies is not None
-        self.units, self.of_shards = units, everyone.copies
+        self.units, self.gathering = [*units.values()], Gathering(shards, units, is_all=False)
+        self.of_shards = everyone.copies
         self._of_copies = Reduction()  # whose sums are in the shards
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:

@@ -9,52 +9,20 @@ two dimensions (HSDP) ranks of one group hold the shards of one model, and group
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn import Parameter
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
 from dpcore.optimizers.wrapper import OptimizerWrapper
-from dpcore.reduction import InParts, ModuleInParts, Sharded
+from dpcore.reduction import InParts
+from dpcore.sharded_module import ShardedModule, check_not_offloaded, gather_nothing, units_of
 from dpcore.tensor_parallel import ParallelModule
-
-
-class ShardedModule(ModuleInParts):
-    """``module``, every parameter of which is sharded, with the whole parameters as its own.
-
-    ``reduction``: knows the sharded parameter of every whole one. UnsupportedError where a parameter is not sharded, or
-    not over one mesh as data parallelism does.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        _gather_nothing(module)
-        sharded = dict(module.named_parameters())
-        mesh = _mesh_of(sharded.values())
-        units = [*_units(module)]
-        whole = {name: param for unit in units for name, param in unit.items()}
-        self._whole = {f"module.{name}": whole[name] for name in sharded}
-        self.ranks = Ranks(mesh.device_type, mesh.get_group() if mesh.ndim == 1 else None, sharded=True)
-        of_shards, *of_copies = (Ranks(mesh.device_type, mesh.get_group(d)) for d in reversed(range(mesh.ndim)))
-        self.reduction = Sharded(
-            {whole[name]: p for name, p in sharded.items()},
-            [[*unit.values()] for unit in units],
-            of_shards,
-            of_copies[0] if of_copies else None,
-        )
-
-    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
-        """The whole parameters; their storage is empty while they are not gathered."""
-        for name, param in self._whole.items():
-            yield f"{prefix}.{name}" if prefix else name, param
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -147,7 +115,7 @@ def _parallel(module: nn.Module) -> ParallelModule:
 
     UnsupportedError where a parameter is not sharded so.
     """
-    _gather_nothing(module)
+    gather_nothing(module)
     sharded: dict[str, Any] = dict(module.named_parameters())
     grids = {param.device_mesh for param in sharded.values() if _is_in_two(param)}
     grid = grids.pop()
@@ -160,66 +128,11 @@ def _parallel(module: nn.Module) -> ParallelModule:
                 'are: give fully_shard mesh["data"] for every part and the root, and parallelize_module '
                 'mesh["tensor"], of one mesh of two dimensions.'
             )
-        _check_not_offloaded(param, grid)
+        check_not_offloaded(param, grid)
     if any(group != sorted(group) for group in (*grid.mesh.tolist(), *grid.mesh.t().tolist())):
         raise UnsupportedError(f"The mesh has the ranks in the order {grid.mesh.tolist()}; sort them.")
-    units = [*_units(module)]
+    modules, units = zip(*units_of(module), strict=True)
     held = {name: param for unit in units for name, param in unit.items()}
     of_shards = Ranks(grid.device_type, grid.get_group(0))
-    together = [[*unit.values()] for unit in units]
+    together = {part: [*unit.values()] for part, unit in zip(modules, units, strict=True)}
     return ParallelModule(module, of_shards, {param: held[name] for name, param in sharded.items()}, together)
-
-
-def _mesh_of(params: Iterable[Parameter]) -> Any:
-    """Return the one mesh over which all are sharded; UnsupportedError where there is none."""
-    params = [*params]
-    found = {(p.device_mesh, tuple(map(type, p.placements))) if isinstance(p, DTensor) else None for p in params}
-    mesh: Any
-    mesh, placements = found.pop() or (None, ())
-    if found or placements not in ((Shard,), (Replicate, Shard)):
-        raise UnsupportedError(
-            "dpcore trains sharded models whose every parameter is sharded over one mesh, with one dimension or "
-            "with two (copies, shards); call fully_shard on the root module too, with one mesh for all, after "
-            "parallelize_module where there is any."
-        )
-    if len(placements) == 2 and mesh.size() != dist.get_world_size():
-        raise UnsupportedError(
-            f"The mesh of copies and shards has {mesh.size()} of {dist.get_world_size()} processes, and all of them "
-            "must train together; make the mesh of all processes."
-        )
-    if mesh.size() != dist.get_world_size():
-        warnings.warn(
-            f"The model's mesh has {mesh.size()} of {dist.get_world_size()} processes: others train a model of their "
-            "own, if any, and a release of several costs the sum of their budgets. For groups that train copies of one "
-            "model together give fully_shard the mesh of two dimensions (copies, shards), not a part of it.",
-            stacklevel=5,
-        )
-    for param in params:
-        _check_not_offloaded(param, mesh)
-    return mesh
-
-
-def _check_not_offloaded(param: Parameter, mesh: Any) -> None:
-    if param.device.type != mesh.device_type:
-        raise UnsupportedError(
-            f"The shards are not on {mesh.device_type}, where the model computes (CPUOffloadPolicy) and their sums are "
-            "formed; leave the offload policy out."
-        )
-
-
-def _gather_nothing(module: nn.Module) -> None:
-    """A pass without a backward one leaves the root's parameters whole."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def _units(module: nn.Module) -> Iterator[dict[str, Parameter]]:
-    """Whole parameters by name, in the units that are gathered; the objects are the same at every later pass."""
-    sharded = {*module.parameters()}
-    for prefix, part in module.named_modules():
-        if isinstance(part, FSDPModule):
-            part.unshard()
-            inside = nn.Module.named_parameters(part, prefix)  # type: ignore[arg-type]
-            yield {name: p for name, p in inside if p not in sharded}
-            part.reshard()

@@ -10,6 +10,7 @@ over one dimension of a mesh, ranks along the other one train copies of the mode
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class ParallelModule(ModuleInParts):
         module: nn.Module,
         copies: Ranks | None = None,
         held: Mapping[Parameter, Any] | None = None,
-        units: Sequence[Sequence[Any]] = (),
+        units: Mapping[Any, Sequence[Any]] = MappingProxyType({}),
     ) -> None:
         if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
             copies, module = module.ranks, module.module
@@ -83,7 +84,7 @@ class ParallelModule(ModuleInParts):
         of_split = {part for p, part in self._parts.items() if not p.placements[0].is_replicate()}
         self.reduction = Parallel(shards, of_split, of_first, self.ranks)
         if units:
-            used = [[self._used[p] for p in unit] for unit in units]
+            used = {part: [self._used[p] for p in unit] for part, unit in units.items()}
             self.reduction = ParallelSharded(shards, of_split, of_first, self.ranks, used)
         self.ranks.agree({"the weights": fingerprint(self.reduction.alike(self.parameters()))})
         self.reduction.check_weights(self.parameters())

@@ -42,9 +42,10 @@ FIRST_EXAMPLES = 16
 class ClippedSum:
     """Σ_i f_i g_i over a batch, and what it took.
 
-    ``sums``: by parameter name, the parameter's shape, float32 or better. ``norms`` [B]: |g_i| before clipping (not
-    finite where the example's gradient is not). ``factors`` [B]: f_i (per-layer clipping: [groups, B] for both).
-    ``losses`` [B]. ``sensitivity``: adding or removing one example moves ``sums`` by at most this in L2.
+    ``sums``: by parameter name, the parameter's shape, float32 or better; none of a model in shards. ``norms`` [B]:
+    |g_i| before clipping (not finite where the example's gradient is not). ``factors`` [B]: f_i (per-layer clipping:
+    [groups, B] for both). ``losses`` [B]. ``sensitivity``: adding or removing one example moves ``sums`` by at most
+    this in L2.
     """
 
     sums: Mapping[str, Tensor]
@@ -106,6 +107,9 @@ class BatchSums:
         self.__dict__.update(state)
         self._compile_by(state["graphs"])
 
+    def settle(self) -> None:
+        """Bring the model into the state in which it is between batches."""
+
     def add(self, x: Any, y: Any, mask: Tensor | None, scale: float, begin: Callable[[], object]) -> ClippedSum:
         """The clipped sum times ``scale``, added to what ``begin`` has brought into the buffer."""
         self._rows = length_of(x)
@@ -121,7 +125,7 @@ class BatchSums:
             give_back_everything(self.accumulator.device)
         norms, factors, losses = map(list, zip(*parts, strict=True)) if parts else ([], [], [])
         return ClippedSum(
-            dict(zip(self.accumulator.names.values(), self.accumulator.sums.values(), strict=True)),
+            {self.accumulator.names[param]: summed for param, summed in self.accumulator.sums.items()},
             self._join(norms),
             self._join(factors),
             self._join(losses, grouped=False),

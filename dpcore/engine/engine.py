@@ -12,15 +12,18 @@ from torch.nn import Parameter
 
 from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
+from dpcore.distributed import ranks_of
 from dpcore.engine import checks
 from dpcore.engine.batch_sums import BatchSums, ClippedSum, LossFn
-from dpcore.engine.together import together
-from dpcore.engine.uncompiled import refuse_compiled, uncompiled
+from dpcore.engine.together import Together, with_whole_parameters
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.microbatch.accumulator import Accumulator, Factors
+from dpcore.microbatch.accumulator import Factors
+from dpcore.microbatch.parallel_sums import accumulator_for
 from dpcore.noise import GaussianNoise, warn_without_noise
 from dpcore.privacy_unit import check_group
+from dpcore.reduction import reduction_of
 from dpcore.release import Release
+from dpcore.uncompiled import refuse_compiled, uncompiled
 from dpcore.validators.parameters import check_hooks, check_recordable
 
 
@@ -29,8 +32,8 @@ class Engine:
 
     Args:
         model: The module, in training mode; its parameters with ``requires_grad`` are trained. One in
-            ``DifferentiallyPrivateDistributedDataParallel`` (or replicated) is trained by all ranks together, each of
-            which hands every step its own share of one batch, also an empty one.
+            ``DifferentiallyPrivateDistributedDataParallel`` (or replicated), or sharded by ``fully_shard``, is trained
+            by all ranks together, each of which hands every step its own share of one batch, also an empty one.
         loss_fn: ``loss_fn(outputs, y)`` returns one loss per example, [B].
         max_grad_norm: C, the L2 bound to which each example's gradient is clipped; or one bound per trained parameter
             (per-layer clipping).
@@ -56,8 +59,8 @@ class Engine:
         mechanism: None; noise that is correlated over steps is for ``PrivacyEngine.make_private``.
 
     Raises:
-        UnsupportedError: the model is compiled already, sharded, or cannot be recorded; or there is a mechanism. With
-            ``compile``: recurrent layers, and at the first step what cannot be traced.
+        UnsupportedError: the model is compiled already, split (tensor parallelism), or cannot be recorded; or there is
+            a mechanism. With ``compile``: recurrent layers, shards, and at the first step what cannot be traced.
         ValueError: a bound or a size is out of its range.
     """
 
@@ -95,15 +98,23 @@ class Engine:
         self.optimizer = optimizer
         self.noise = GaussianNoise() if noise is None else noise
         self.steps = 0
-        self.parameters: dict[str, Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        recorded = with_whole_parameters(model)
+        self.parameters: dict[str, Parameter] = {n: p for n, p in recorded.named_parameters() if p.requires_grad}
         trained = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
-        self._together = together(model, self.noise, trained)
-        self.accumulator = Accumulator(self.parameters, max_grad_norm, factors)
+        ranks = ranks_of(recorded)
+        reduction = reduction_of(recorded, ranks)
+        self._together = None if ranks is None else Together(ranks, reduction, self.noise, trained)
+        self.accumulator = accumulator_for(self.parameters, max_grad_norm, factors, reduction)
         self.accumulator.check_noise(sigma, scale)
         self.noise_multiplier = sigma
         self.group = check_group(group)
-        self._sums = BatchSums(
-            model,
+        sums: Any = BatchSums
+        if recorded is not model:
+            from dpcore.engine.sums_in_shards import SumsInShards  # which imports what is slow
+
+            sums = SumsInShards
+        self._sums: BatchSums = sums(
+            recorded,
             loss_fn,
             self.accumulator,
             physical_batch_size=physical_batch_size,
@@ -166,6 +177,11 @@ class Engine:
                 built.
             ValueError: the mask is not bool [B].
         """
+        if self._sums.model is not self.model:
+            raise UnsupportedError(
+                "The model is sharded, so that no rank holds whole sums and none is without the others'; call "
+                "privatize() or step() on all ranks."
+            )
         self._check_model()
         self._withdraw()
         return self._sums.add(x, y, mask, 1.0, self.accumulator.clear)
@@ -206,7 +222,6 @@ class Engine:
         scale = 1.0 / check_divisor(self.expected_batch_size)
         if not self.steps:
             warn_without_noise(self.noise_multiplier)
-        flat = self.accumulator.flat
         release = Release.by(self, self.accumulator.check_noise(self.noise_multiplier, scale))
         self._withdraw()
         alone = self._together is None
@@ -219,11 +234,11 @@ class Engine:
                 release.add(self.accumulator)
         except BaseException:
             # The next attempt draws the same noise: nothing of this one may stay.
-            flat.zero_()
+            self.accumulator.clear()
             raise
         self.steps += 1
-        for param, summed in self.accumulator.sums.items():
-            param.grad = summed if param.dtype == summed.dtype else summed.to(param.dtype)
+        for param, released in self.accumulator.released().items():
+            param.grad = released
         return result
 
     @uncompiled
@@ -245,7 +260,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer; pass one, or call privatize() and update the parameters.")
-        checks.check_optimizer(self.optimizer, self.accumulator.names)
+        checks.check_optimizer(self.optimizer, self.accumulator.targets.values())
         result = self.privatize(x, y, mask)
         self.optimizer.step()
         return result
@@ -256,13 +271,14 @@ class Engine:
         It would show sums without noise, and what a loss does to it (``zero_grad(set_to_none=False)``, say) would be
         done to the noise.
         """
-        for param in self.accumulator.names:
+        for param in self.accumulator.targets.values():
             param.grad = None
 
     # ---- checks and explanation
 
     def _check_model(self) -> None:
         """Before every batch: the same parameters are trained, and nothing was compiled or exchanged since."""
+        self._sums.settle()
         self.accumulator.check_unchanged()
         check_hooks(self.parameters)
         if torch.is_inference_mode_enabled():

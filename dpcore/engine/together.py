@@ -6,24 +6,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpcore.distributed import Ranks, fingerprint, ranks_of
+from dpcore.distributed import Ranks, fingerprint
 from dpcore.engine.checks import length_of
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.noise import GaussianNoise
-from dpcore.reduction import Replicated
+from dpcore.reduction import Reduction
 from dpcore.release import Release
 from dpcore.tree import flatten
 
 
 class Together:
-    """The ranks that hold copies of an engine's model, each with examples of its own of every batch.
+    """The ranks that hold copies or shards of an engine's model, each with examples of its own of every batch.
 
-    Nothing is exchanged before the sums of a step are there; then the ranks compare what decides about its release.
+    Behind the sums of a step the ranks compare what decides about its release.
     """
 
-    def __init__(self, ranks: Ranks, noise: GaussianNoise, trained: list[Any]) -> None:
-        self._ranks = ranks
-        self._reduction = Replicated(ranks)
+    def __init__(self, ranks: Ranks, reduction: Reduction, noise: GaussianNoise, trained: list[Any]) -> None:
+        self._ranks, self._reduction = ranks, reduction
         self._begun = self._shares_differ = False
         ranks.agree({"the trained parameters": trained, "the kind of the noise": type(noise).__name__})
         if noise.has_addresses:
@@ -47,7 +46,7 @@ class Together:
                 "group": engine.group,
                 "the noise": (noise.version, noise.rank, noise.seed if noise.has_addresses else None),
                 "the optimizer's settings": groups,
-                "the weights": None if self._begun else fingerprint(engine.model.parameters()),
+                "the weights": None if self._begun else fingerprint(self._reduction.alike(engine.model.parameters())),
             }
         )
         if not self._shares_differ:
@@ -73,17 +72,19 @@ class Together:
         self._shares_differ = len(found) == len(everyone)
 
 
-def together(model: nn.Module, noise: GaussianNoise, trained: list[Any]) -> Together | None:
-    """Return the ranks that train ``model`` with this process; None for a model that trains alone.
+def with_whole_parameters(model: nn.Module) -> nn.Module:
+    """Return ``model``, or where it is sharded a module around it that has whole parameters.
 
-    Raises:
-        UnsupportedError: the model is sharded, or torch averages its gradients.
+    UnsupportedError where its layers are split (tensor parallelism).
     """
-    if any(hasattr(param, "device_mesh") for param in model.parameters()):
+    if not any(hasattr(param, "device_mesh") for param in model.parameters()):
+        return model
+    from dpcore.sharded_module import FSDPModule, ShardedModule  # slow to import, and nothing is sharded before it was
+
+    if not any(isinstance(part, FSDPModule) for part in model.modules()):
         raise UnsupportedError(
-            "The model's parameters are sharded (fully_shard, parallelize_module), and Engine forms whole sums; hand "
-            "the module to PrivacyEngine.make_private, whose sums stay in shards, or give Engine a whole model in "
+            "The model's layers are split (parallelize_module), of which Engine has no sums; hand the module to "
+            "PrivacyEngine.make_private, or give Engine a model in shards (fully_shard) or whole in "
             "dpcore.distributed.DifferentiallyPrivateDistributedDataParallel."
         )
-    ranks = ranks_of(model)
-    return None if ranks is None else Together(ranks, noise, trained)
+    return ShardedModule(model)

@@ -120,7 +120,7 @@ class Iteration:
         uses = in_units(self.uses, self.group)
         if not self.given:
             return uses
-        rest = [_Rest(use, self.given) for use in uses]
+        rest = [use if self.given.keys().isdisjoint(use.params) else _Rest(use, self.given) for use in uses]
         return [*(use for use in rest if use.params), *(_Given(p, t) for p, t in self.given.items())]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
@@ -108,6 +109,10 @@ class ForwardPasses:
         tape.number, tape.on_fire, tape.on_again = self.count, self._backward.reach, self._again
         tape.drops_activations = self._layout.drops_activations
         tape.inputs = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
+        if not batch_size and not self._layout.learnt:
+            output = _of_nothing(call, given)  # on all ranks, of which none has shown what has no rule
+            self._layout.let_go()
+            return tape, output
         with self._layout.recording(tape):
             output = call(*given[0], **given[1])
         if self.isolation.enabled and not self.sharded:
@@ -143,24 +148,31 @@ class ForwardPasses:
     def _learn(self, kind: tuple[Any, ...], call: Call, given: Given, batch_size: int) -> None:
         """Finds what has no rule, before the first batch of a kind."""
         found: Iterable[Found] = [(kind, given, batch_size)] if batch_size > 0 and kind not in self._kinds else []
-        if sharded := self.sharded:
+        if self.sharded:
             # Their looks gather parameters: where one rank looked once more than another, both would wait for ever.
             found = _found_together(self._module.ranks, [*found])  # type: ignore[arg-type]
         for kind, batch, count in found:
             self._look(call, batch, count)
+            if self._ranks is not None:  # which gather for them together
+                self._ranks.agree({"the layers without a rule": sorted(self._layout.fallbacks)})
             self._kinds.add(kind)
-        if self._layout.read_back and sharded:
-            raise UnsupportedError(
-                f"{', '.join(sorted(self._layout.read_back))} is used by way of what the model computes from it alone "
-                "(a normalised weight, say), whose gradient needs a parameter's numbers when it is no longer whole; "
-                "with fully_shard layers may transpose, scale or look up their parameters, no more. Use "
-                "DifferentiallyPrivateDistributedDataParallel instead."
-            )
-        if self._layout.fallbacks and sharded:
+        if self._ranks is not None and self._ranks.parts is not None:
+            self._check_by_rules()
+
+    def _check_by_rules(self) -> None:
+        """Refuse what is formed of more than the ranks' parts."""
+        if self._layout.fallbacks:
             raise UnsupportedError(
                 f"{', '.join(self._layout.fallbacks)} has no rule and would be run again example by example, for which "
-                "its parameters are no longer whole; with fully_shard and tensor parallelism every trained layer must "
-                "be of a kind with a rule. Use DifferentiallyPrivateDistributedDataParallel instead."
+                "the ranks' parts are not enough; with tensor parallelism every trained layer must be of a kind with a "
+                "rule. Use fully_shard or DifferentiallyPrivateDistributedDataParallel instead."
+            )
+        if read := self._layout.read_later():
+            raise UnsupportedError(
+                f"{', '.join(sorted(self._names[param] for param in read))} is used by way of what the model computes "
+                "from it alone (a normalised weight, say), whose gradient needs a parameter's numbers when it is no "
+                "longer whole; with fully_shard beside tensor parallelism layers may transpose, scale or look up their "
+                "parameters, no more. Use fully_shard or DifferentiallyPrivateDistributedDataParallel instead."
             )
 
     def _look_again(self, call: Call, given: Given, batch_size: int) -> None:
@@ -172,6 +184,16 @@ class ForwardPasses:
         run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
         of = looks(self._module, run, given, batch_size, again, self.group)
         self._layout.learn(self._names, *of, again=again)
+
+
+@torch.no_grad()
+def _of_nothing(call: Call, given: Given) -> Any:
+    """Return what a call on no examples returns, as ends of the graph, which may be changed in place."""
+    leaves, structure = flatten(call(*given[0], **given[1]))
+    ends = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+    with torch.enable_grad():
+        found = [leaf.requires_grad_().clone() if end else leaf for leaf, end in zip(leaves, ends, strict=True)]
+    return unflatten(structure, found)
 
 
 def _found_together(ranks: Ranks, mine: list[Found]) -> Iterator[Found]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
@@ -29,6 +28,7 @@ from dpcore.reduction import ModuleInParts
 from dpcore.tape.checkpointing import CHECKPOINTING
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
+from dpcore.uncompiled import refuse_compiled, uncompiled
 from dpcore.validators.module_validator import ModuleValidator
 from dpcore.validators.parameters import check_recordable
 from dpcore.validators.structure import Structure
@@ -216,6 +216,9 @@ class AbstractGradSampleHooks:
 
         Where ordinary gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``.
         """
+        gathering = getattr(getattr(self._module, "reduction", None), "gathering", None)
+        if gathering is not None:
+            self._waiting.form(gathering.in_turns())
         return self._waiting.take(self._backward_passes.give_up)
 
     def forget(self) -> None:

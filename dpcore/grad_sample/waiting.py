@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -32,6 +33,14 @@ class WaitingBatches:
     def inputs(self) -> list[Tensor]:
         """The tensors that the module was called with."""
         return [tensor for iteration in self.passes for tensor in iteration.inputs]
+
+    def form(self, turns: Iterable[Iterable[Parameter]]) -> None:
+        """Form gradients by example of the parameters in ``turns``, which are there in their turn alone."""
+        for params in turns:
+            for param in params:
+                with torch.autocast(param.device.type, enabled=False):
+                    for iteration in self.passes:
+                        iteration.grad_sample(param)
 
     def take(self, give_up: Callable[[], None]) -> Iterator[tuple[list[Use], int]]:
         """Yield (uses, batch size) of every backward pass since the last call, and forget them.

@@ -81,7 +81,7 @@ class LazyEngine:
             )
         if options.pop("compile", False):
             raise UnsupportedError("Lazy tables read rows by their values, which no compiled graph has: compile=False.")
-        if ranks_of(model) is not None:
+        if ranks_of(model) is not None or any(hasattr(param, "device_mesh") for param in model.parameters()):
             raise UnsupportedError("Lazy tables are for one process: the rows that a batch reads differ by rank.")
         self.model, self.optimizer = model, optimizer
         self.noise = check_noise(GaussianNoise() if noise is None else noise)

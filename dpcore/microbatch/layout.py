@@ -8,8 +8,8 @@ without a rule. Either way the module around it is recorded as a whole, and the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from dpcore.errors import NoRuleError, NotLearnt, PrivacyError, UnsupportedError
 from dpcore.microbatch.looks import Look
 from dpcore.microbatch.memory import ran_out
+from dpcore.reduction import Gathering
 from dpcore.rerun.side_effects import SideEffects
 from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
@@ -26,6 +27,7 @@ from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
 from dpcore.tape import own_passes
 from dpcore.tape.batch_dims import IN_ROWS, BatchDims
 from dpcore.tape.derived import NotKept, ThroughUse, storage_of
+from dpcore.tape.sources import handed_on
 from dpcore.tape.tape import Tape
 from dpcore.tree import flatten
 
@@ -103,8 +105,7 @@ class Layout:
         self._dims: dict[tuple[Parameter, str], set[int | torch.Size]] = {}
         self._shapes: set[tuple[Parameter, str, int, torch.Size]] = set()
         """With what shapes beside the batch."""
-        self.read_back: set[str] = set()
-        """Those from which a tensor is computed before any example comes in, by a way back that reads any's numbers."""
+        self._shards: Gathering | None = getattr(getattr(model, "reduction", None), "gathering", None)
         self.looks = 0
         """How often the model was looked at."""
         self.learnt = 0
@@ -151,18 +152,31 @@ class Layout:
         Raises:
             UnsupportedError: another thread is in the midst of a pass through the same model.
         """
-        return self._recording_all(tape) if self.fallbacks or self.recurrent else _Recording(self, tape)
+        alone = not (self.fallbacks or self.recurrent or self._shards)
+        return _Recording(self, tape) if alone else self._recording_all(tape)
 
     @contextmanager
     def _recording_all(self, tape: Tape) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_Recording(self, None))
             for fallback in self.fallbacks.values():
-                stack.enter_context(Interception(tape, fallback))
+                is_unit = self._shards is not None and fallback.module in self._shards.modules
+                stack.enter_context(Interception(tape, fallback, hooked=not is_unit))
             if self.recurrent:
                 stack.enter_context(packed_noted(tape, self.recurrent))
+            if self._shards is not None:
+                stack.enter_context(handed_on(tape.sources, self._shards.modules))
             with tape:
                 yield
+
+    def read_later(self) -> Iterable[Parameter]:
+        """Return those whose gradients by example are formed when sharded parameters are gathered once more."""
+        return () if self._shards is None else self._shards.waiting
+
+    def let_go(self) -> None:
+        """Let go of parameters that are gathered and that no backward pass will let go of."""
+        if self._shards is not None:
+            self._shards.let_go()
 
     def _begin(self) -> None:
         thread = threading.get_ident()
@@ -314,6 +328,7 @@ class Layout:
                     if name is None:
                         raise UnsupportedError(str(error)) from error
                     kept = {n: f for n, f in self.fallbacks.items() if name and not n.startswith(name + ".")}
+                    _check_gathered(name, modules[name], self._shards)
                     self.fallbacks = {**kept, name: Fallback(name, modules[name])}
                 finally:
                     self._probing = False
@@ -357,21 +372,36 @@ class Layout:
         """Notes what a probe's pass has shown."""
         held = tape.made_bytes + sum(use.stash_bytes() for use in tape.uses)
         self.example_bytes = max(self.example_bytes, held / count)
-        in_shards = getattr(getattr(self.model, "reduction", None), "is_gathered", False)
-        held_by = {storage_of(p) for p in self.model.parameters()} if in_shards else ()  # frozen ones are gone as soon
+        held_by = {storage_of(p): p for p in (() if self._shards is None else self._shards.shards)}
         for use in tape.uses:
-            if isinstance(use, ThroughUse) and in_shards:
-                needing = [way for way in use.stands.values() if way.needs_values(held_by)]
-                self.read_back |= {names[root] for way in needing for root in way.roots}
+            if isinstance(use, ThroughUse) and self._shards is not None:
+                for way in use.stands.values():
+                    if read := way.read(held_by):
+                        self._shards.note_read(way.roots, read)
             if isinstance(use, ModuleUse):
                 # What has the batch's length here and in the real batch has the batch first.
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)
                 batched = frozenset(use.call.batched)
                 fallback.batched = batched if fallback.batched is None else fallback.batched & batched
-                if type(use) is ModuleUse and not in_shards:  # which refuse it
-                    use.check_alone(fallback)
+                if self._shards is not None:
+                    self._shards.note_read(use.params, self._shards.whole_of(use.module))
+                if type(use) is ModuleUse and (self._shards is None or self._shards.is_all):
+                    with nullcontext() if self._shards is None else self._shards.gathered(use.module):
+                        use.check_alone(fallback)
         for param in tape.uses.met:
             self.unmet.pop(param, None)
+
+
+def _check_gathered(name: str, module: nn.Module, shards: Gathering | None) -> None:
+    """UnsupportedError where what is to be run again as a whole is gathered in several units."""
+    units = () if shards is None else shards.modules
+    inside = [n for n, part in module.named_modules() if n and part in units]
+    if inside:
+        raise UnsupportedError(
+            f"{name} has no rule and would be run again example by example, but {inside[0]} within it was given to "
+            "fully_shard by itself and is gathered at another time. Give fully_shard the whole of that layer alone, or "
+            "use DifferentiallyPrivateDistributedDataParallel."
+        )
 
 
 def _may_be_reached(tape: Tape, names: dict[Parameter, str], outputs: list[Tensor]) -> bool:

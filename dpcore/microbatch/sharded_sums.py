@@ -213,6 +213,9 @@ class ShardedSums(Accumulator):
     def clear(self) -> None:
         self._local, self._waiting = None, []
 
+    def released(self) -> dict[Parameter, Any]:
+        return self.hand_over()
+
     def hand_over(self) -> dict[Parameter, Any]:
         grads = {self.targets[param]: _laid_as(self.targets[param], summed) for param, summed in self._shards().items()}
         self._local = None

@@ -121,6 +121,10 @@ class SumBuffer:
         if self._buffer is not None:
             self._buffer.flat.zero_()
 
+    def released(self) -> dict[Parameter, Any]:
+        """Return what was released as gradients of :attr:`targets`, which may lie in the buffer."""
+        return {p: summed if p.dtype == summed.dtype else summed.to(p.dtype) for p, summed in self.sums.items()}
+
     def hand_over(self) -> dict[Parameter, Tensor]:
         """Return the sums in their parameters' precisions as gradients that are the caller's; the next ones are zero.
 

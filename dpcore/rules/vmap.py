@@ -29,11 +29,15 @@ _ENTRANCES = ("forward", "_compiled_call_impl")
 
 
 class Interception:
-    """While it is in place, calls of a fallback's module are recorded on the tape as one use each."""
+    """While it is in place, calls of a fallback's module are recorded on the tape as one use each.
 
-    def __init__(self, tape: Tape, fallback: Fallback) -> None:
+    ``hooked``: whether its hooks are a part of the call, and not what gathers its parameters around it.
+    """
+
+    def __init__(self, tape: Tape, fallback: Fallback, hooked: bool = True) -> None:
         self.module = fallback.module
-        self.previous = {name: vars(self.module).get(name) for name in _ENTRANCES}
+        entrances = _ENTRANCES if hooked else _ENTRANCES[:1]
+        self.previous = {name: vars(self.module).get(name) for name in entrances}
         # The entrances hold it, a circle: with the tape in it, the batch would wait for Python's collector.
         self._tape = weakref.ref(tape)
         self._fallback = fallback
@@ -45,7 +49,7 @@ class Interception:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._run(self.module, "", args, kwargs)
 
-        self._own = dict(zip(_ENTRANCES, (forward, call), strict=True))
+        self._own = dict(zip(entrances, (forward, call), strict=False))
 
     def __enter__(self) -> None:
         vars(self.module).update(self._own)

@@ -8,7 +8,7 @@ stand-in for it, as if it were a parameter; what the rule finds for each example
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,20 +97,23 @@ class Derivation:
         stand.register_hook(refuse)
         return stand
 
-    def needs_values(self, storages: Container[int]) -> bool:
-        """Return whether the way back to the roots reads numbers of what lies there, or does not show what it reads."""
+    def read(self, storages: Mapping[int, Parameter]) -> set[Parameter]:
+        """Return whose numbers the way back to the roots reads, where it does not show that all the roots'."""
         waiting, seen = [self.tensor.grad_fn], set()
+        found: set[Parameter] = set()
         while waiting:
             node: Any = waiting.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             if isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ in _CLOSED:
-                return True  # what it keeps need not be among its saved tensors
-            if any(_saves(node, name, storages) for name in dir(node) if name.startswith("_saved_")):
-                return True
+                found.update(self.roots)  # what it keeps need not be among its saved tensors
+            for name in dir(node):
+                if name.startswith("_saved_"):
+                    saved = _saved(node, name)
+                    found.update(self.roots if saved is None else [storages[s] for s in saved if s in storages])
             waiting += [before for before, _ in node.next_functions]
-        return False
+        return found
 
     def pull(self, root: Parameter, grad: Tensor) -> Tensor:
         """The gradient at ``root`` for one at the tensor."""
@@ -170,15 +173,15 @@ def storage_of(tensor: Tensor) -> int:
         return 0
 
 
-def _saves(node: Any, name: str, storages: Container[int]) -> bool:
-    """Return whether a node of a graph has saved, under that name, a tensor with one of the storages."""
+def _saved(node: Any, name: str) -> list[int] | None:
+    """Return the storages of the tensors that a node of a graph has saved under that name; None: nobody sees them."""
     try:
         values = flatten(getattr(node, name))[0]
     except NotKept as error:  # of several, the first
-        return error.storage in storages or isinstance(getattr(node, f"_raw{name}"), tuple | list)
-    except RuntimeError:  # changed in place since, say: nobody sees what it is
-        return True
-    return any(isinstance(value, Tensor) and storage_of(value) in storages for value in values)
+        return None if isinstance(getattr(node, f"_raw{name}"), tuple | list) else [error.storage]
+    except RuntimeError:  # changed in place since, say
+        return None
+    return [storage_of(value) for value in values if isinstance(value, Tensor)]
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

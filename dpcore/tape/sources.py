@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dpcore.errors import UnsupportedError
 from dpcore.tape.derived import Derivation
 from dpcore.tape.uses import Use
+from dpcore.tree import flatten, unflatten
 
 
 class Sources:
@@ -114,6 +117,44 @@ class Sources:
             self.stands[stand] = derivation
             self._guards.append(stand)
         return stand
+
+
+@contextmanager
+def handed_on(sources: Sources, units: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, ``fully_shard`` hands ``units`` what comes from parameters alone as it is, and sees constants.
+
+    It would hand on another tensor, and send a gradient of zeros back by it.
+    """
+    hidden: list[dict[int, tuple[Tensor, Tensor]]] = []
+
+    def hide(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        hidden.append({k: (leaf.detach(), leaf) for k, leaf in enumerate(leaves) if leaf in sources})
+        return _replaced(leaves, spec, {k: constant for k, (constant, _) in hidden[-1].items()})
+
+    def put_back(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        back = {}
+        for k, (constant, leaf) in hidden.pop().items():
+            seen = leaves[k]
+            if seen is not constant and (seen.dtype == leaf.dtype or seen.shape != leaf.shape):
+                raise UnsupportedError(
+                    f"A hook changes what a {type(unit).__name__}, a unit of fully_shard, gets, and that comes "
+                    "from parameters alone; change it within the layer's forward()."
+                )
+            back[k] = leaf if seen is constant else leaf.to(seen.dtype)
+        return _replaced(leaves, spec, back)
+
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(unit.register_forward_pre_hook(hide, prepend=True, with_kwargs=True))
+            stack.enter_context(unit.register_forward_pre_hook(put_back, with_kwargs=True))
+        yield
+
+
+def _replaced(leaves: list[Any], spec: Any, by: dict[int, Tensor]) -> Any:
+    """Return what a hook does of ``leaves`` with others in some places: None where there are none."""
+    return unflatten(spec, [by.get(k, leaf) for k, leaf in enumerate(leaves)]) if by else None
 
 
 def roots_of(sources: Sequence[Parameter | Derivation]) -> list[Parameter]:

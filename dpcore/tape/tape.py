@@ -446,5 +446,7 @@ def _inner_gradient(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...],
 @handles(Tensor.register_hook)
 def _register_hook(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], Tensor):
+        if args[0] in tape.sources and type(getattr(args[1], "__self__", None)).__name__ == "FSDPState":
+            return None  # at every pull to the parameters it would gather a unit, on this rank alone
         tape.edges.give_way(args[0])
     return func(*args, **kwargs)

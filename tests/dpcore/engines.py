@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from dpcore import Engine
@@ -28,9 +29,18 @@ def engine_of(module: nn.Module, sigma: float = 1.0, **options: Any) -> Engine:
     return Engine(module, _losses, noise_multiplier=sigma, optimizer=optimizer, **given)
 
 
-def train_by_engine(alone: bool, **options: Any) -> dict[str, Any]:
+def held(how: str) -> nn.Module:
+    module = model(torch.float32)
+    if how == "replicated":
+        return DPDDP(module)
+    for layer in (module[0], module[4], module) if how != "alone" else ():  # type: ignore[index]
+        fully_shard(layer, **sharding(how))
+    return module
+
+
+def train_by_engine(alone: bool, how: str = "replicated", **options: Any) -> dict[str, Any]:
     """Weights after each of eight steps of Engine, and the noise of an empty batch behind them."""
-    module = model(torch.float32) if alone else DPDDP(model(torch.float32))
+    module = held("alone" if alone else how)
     engine = engine_of(module, **options)
     loader = DPDataLoader(data(torch.float32), sample_rate=RATE, seed=5, distributed=not alone, shares="dealt", steps=8)
     history, drawn = [], []
@@ -40,13 +50,16 @@ def train_by_engine(alone: bool, **options: Any) -> dict[str, Any]:
         drawn.append(number.tolist())
     x, y, _ = data(torch.float32)[:0]
     engine.privatize(x, y)
-    noise = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    noise = torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
     return {"weights": torch.stack(history), "batches": drawn, "noise": noise}
 
 
 def found() -> dict[str, Any]:
     """Engine on copies, in pieces of one plan or of three examples, with a seed and with a secret one."""
     reports: dict[str, Any] = {"same": train_by_engine(False), "pieces": train_by_engine(False, physical_batch_size=3)}
+    for how in ways()[1:]:
+        reports[how] = train_by_engine(False, how, physical_batch_size=2)
     reports["secret"] = train_by_engine(False, noise=None)
     reports["secure"] = train_by_engine(False, noise=SecureNoise())
     if WORLD > 1:
@@ -66,7 +79,10 @@ def found() -> dict[str, Any]:
         reports["steps"] = refusal(lambda: engine.step(x[mine], y[mine]))
         assert torch.equal(weights(engine.model), before) and not engine.accumulator.flat.any()
         if "sharded" in ways():
-            sharded = model(torch.float32)
-            fully_shard(sharded, **sharding("sharded"))
-            reports["shards"] = refusal(lambda: engine_of(sharded))
+            reports["same batch in shards"] = refusal(lambda: engine_of(held("sharded")).step(x[:4], y[:4]))
+            reports["lazy in shards"] = refusal(lambda: LazyEngine(
+                sharded := held("sharded"), _losses, tables=["4"], expected_batch_size=DIVISOR,
+                optimizer=torch.optim.SGD(sharded.parameters(), lr=0.1),
+            ))  # fmt: skip
+            reports["sigma in shards"] = refusal(lambda: engine_of(held("sharded"), 1.0 + rank).step(x[mine], y[mine]))
     return reports

@@ -153,20 +153,24 @@ READ_BACK: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda weight, frozen: weight * frozen,
     _scaled_in_part,
 ]
-"""Ways whose gradients read numbers of a parameter, which are gone by the step."""
+"""Ways whose gradients read numbers of a parameter, which are gathered once more for the step."""
 
 
-def pass_of_derived(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Make a step of a layer whose weight is computed by ``way``."""
+def of_derived(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], how: str) -> torch.Tensor:
+    """Return the weights behind a step of a layer whose weight is computed by ``way``."""
+    torch.manual_seed(0)
     module: nn.Module = nn.Sequential(Derived(way), nn.Linear(3, 2))
-    fully_shard(module, **sharding("sharded"))
-    module, optimizer, _ = PrivacyEngine(seed=7).make_private(
+    x = torch.randn(4, 3)
+    if how != "alone":
+        fully_shard(module, **sharding(how))
+    private_module, optimizer, _ = PrivacyEngine(seed=7).make_private(
         module=module, optimizer=torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.zeros(5, 3))), noise_multiplier=1.0, max_grad_norm=1.0,
-        sample_rate=0.2, expected_batch_size=1,
+        data_loader=DataLoader(TensorDataset(x)), noise_multiplier=1.0, max_grad_norm=1.0,
+        sample_rate=0.2, expected_batch_size=1, check_batches=False, loss_reduction="sum",
     )  # fmt: skip
-    module(torch.randn(4, 3)).sum().backward()
+    private_module(x[slice(None) if how == "alone" else slice(dist.get_rank(), None, WORLD)]).sum().backward()
     optimizer.step()
+    return weights(module)
 
 
 def refused_in_shards() -> dict[str, Any]:

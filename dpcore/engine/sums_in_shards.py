@@ -1,0 +1,92 @@
+"""The clipped sum of a batch of which every rank has a share, and a shard of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpcore.engine import checks
+from dpcore.engine.batch_sums import BatchSums, LossFn
+from dpcore.engine.checks import length_of
+from dpcore.engine.plans import Kind
+from dpcore.errors import UnsupportedError
+from dpcore.grad_sample.grad_sample_module import GradSampleModule
+from dpcore.microbatch.accumulator import Accumulator
+from dpcore.microbatch.pieces import cut
+from dpcore.microbatch.planner import choose, micro_batches
+from dpcore.sharded_module import ShardedModule
+
+
+class SumsInShards(BatchSums):
+    """Adds the clipped sums of all ranks to their shards, in pieces through which the ranks go in step.
+
+    A rank that has no more examples goes on with empty pieces, since every pass exchanges parameters.
+    """
+
+    model: ShardedModule
+
+    def __init__(
+        self,
+        model: ShardedModule,
+        loss_fn: LossFn,
+        accumulator: Accumulator,
+        *,
+        physical_batch_size: int | None,
+        compile: bool | str,
+        check_isolation: bool,
+        group: int,
+    ) -> None:
+        """Take what :class:`BatchSums` takes; experiments on isolation, which ranks cannot make alone, are left out."""
+        if compile:
+            raise UnsupportedError(
+                f"compile is {compile!r}, and the passes of a sharded model exchange parameters, which no graph of one "
+                "rank does; leave it out."
+            )
+        sizes = {"physical_batch_size": physical_batch_size, "group": group}
+        super().__init__(model, loss_fn, accumulator, compile=False, check_isolation=False, **sizes)  # type: ignore[arg-type]
+        self._recorder = GradSampleModule(model, loss_reduction="sum", ordinary_grad=False, group=group)
+
+    def settle(self) -> None:
+        self.model.reduction.gathering.let_go()
+
+    def _prepare(self, kind: Kind, x: Any, y: Any, batch_size: int) -> None:
+        self.plans.note(kind, batch_size)
+
+    def _add_pieces(
+        self, kind: Kind, x: Any, y: Any, mask: Tensor | None, scale: float, begin: Callable[[], object]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        begin()
+        self._recorder.forget()
+        batch_size, start, parts = self._rows // self.group, 0, []
+        while self.model.ranks.largest(batch_size - start):
+            stop = start + (self._next_size(kind, batch_size, batch_size - start) if start < batch_size else 0)
+            rows = slice(start * self.group, stop * self.group)
+            inputs, targets = cut((x, y), rows, self._rows)
+            parts.append(self._accumulate(inputs, targets, None if mask is None else mask[rows], scale, kind, 0))
+            start = stop
+        return parts
+
+    def _accumulate_eagerly(
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            losses = self.loss_fn(checks.call(self._recorder, x), y)
+            checks.check_losses(losses, length_of(x), self._rows)
+            # The recorder takes an example's gradient for that of the mean of its rows' losses.
+            (self._weights(losses, mask) * losses * self.group).sum().backward()
+        groups, held = len(self.accumulator.bounds), self.accumulator
+        norms = factors = torch.zeros((groups, 0), dtype=held.dtype, device=held.device)
+        with torch.no_grad():
+            for uses, count in self._recorder.take():
+                if count and kind not in self.plans.of:
+                    choices = choose(uses)
+                    self._methods = [(self.accumulator.names[c.param], c.method) for c in choices]
+                    self.plans.of[kind] = micro_batches(choices, uses, count, self.accumulator.device)
+                if count:
+                    of_units = None if mask is None else self._units(mask)
+                    norms, factors = self.accumulator.add(uses, count, of_units, scale)
+            self.accumulator.reduce()
+        return norms, factors, self._by_unit(losses.detach(), mask)
