@@ -16,8 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, DistributedSampler
 
+from dpcore import Engine
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from tests.dpcore import parallel
@@ -198,7 +201,19 @@ def refused_in_shards() -> dict[str, str]:
         "other seeds of shards": refusal(lambda: private(put=in_shards, seed=rank)),
         "left out of shards": of_left_out(in_shards),
         "penalty on shards": parallel.of_penalty(put=in_shards),
-    }
+        "engine": refusal(lambda: Engine(
+            in_shards(Perceptron(), Perceptron.PLAN), F.cross_entropy, noise_multiplier=1.0, max_grad_norm=1.0,
+            expected_batch_size=8,
+        )),
+        "computed weight": of_shards(make=with_computed_weight),
+        "no rule": of_shards(make=lambda: parallel.with_rule_free(Perceptron())),
+    }  # fmt: skip
+
+
+def with_computed_weight() -> nn.Module:
+    module = Perceptron()
+    weight_norm(module.head)
+    return module
 
 
 def of_rank() -> nn.Module:

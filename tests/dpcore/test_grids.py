@@ -40,6 +40,9 @@ REFUSED_IN_SHARDS = {
     "other seeds of shards": "The ranks differ in seed",
     "left out of shards": "The ranks differ in the batches",
     "penalty on shards": "has an ordinary, unclipped gradient",
+    "engine": "with one mesh for all, after parallelize_module",
+    "computed weight": "is used by way of what the model computes",
+    "no rule": "has no rule and would be run again",
 }
 
 

@@ -19,7 +19,7 @@ REFUSED = {
     "too many ranks": "A rank has no row",
     "max_norm": "Table 'table' has max_norm",
     "wrapped": "Parameter up.weight is a DTensor",
-    "engine": "The model's parameters are sharded",
+    "engine": "The model's layers are split",
     "no wrapper": "is not for a sharded module",
     "other weights": "The ranks differ in the weights",
     "other inputs": "were called with different batches",
