@@ -141,5 +141,8 @@ def completed(given: PrivateSettings) -> PrivateSettings:
     """Return the settings with all defaults; TypeError where one is missing that has none."""
     missing = [name for name in NEEDED if name not in given]
     if missing:
-        raise TypeError(f"make_private() needs {', '.join(f'{name}=' for name in missing)}, which was not given.")
+        raise TypeError(
+            f"make_private() needs {', '.join(f'{name}=' for name in missing)}, which was not given: the L2 bound of "
+            "an example's gradient, 1.0 for a beginning."
+        )
     return cast(PrivateSettings, {**DEFAULTS, **given})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,15 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
         """Clears ``p.grad`` and ``p.grad_sample``."""
         self.drop_gradients()
         nn.Module.zero_grad(self, set_to_none=True)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights by the wrapper's names; RuntimeError where they have those of the module inside."""
+        if strict and state_dict and not any(name.startswith("_module.") for name in state_dict):
+            raise RuntimeError(
+                f"The weights have an ordinary model's names, {next(iter(state_dict))!r} the first, and the private "
+                "one's begin with '_module.'; load them before make_private, or by model._module.load_state_dict()."
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
         try:

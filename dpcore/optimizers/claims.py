@@ -21,6 +21,9 @@ from dpcore.optimizers.checks import check_no_ordinary_gradient
 _PRIVATE: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 """The private optimizers that live, the oldest first: hooks of torch's, which are the whole process's, look here."""
 
+_CLAIMED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Recorders that had a private optimizer, whether it lives or not."""
+
 
 def private_optimizers() -> list[Any]:
     """Return all private optimizers that live."""
@@ -35,6 +38,7 @@ def claim(optimizer: Any) -> None:
             "one would release noise alone. Use that optimizer, or start from module.to_standard_module()."
         )
     _PRIVATE[optimizer] = None
+    _CLAIMED.add(optimizer.module)
 
 
 def recorder_of(optimizer: Optimizer) -> AbstractGradSampleHooks:
@@ -91,6 +95,24 @@ def _check(optimizer: Any) -> None:
                 f"{type(optimizer).__name__}.step() would do nothing: its parameters are a private module's, whose "
                 "gradients only the optimizer that make_private returned can apply. Call that one's step(), and give "
                 "it all parameters of the module, in groups with settings of their own."
+            )
+    _check_owners(optimizer)
+
+
+def _check_owners(optimizer: Any) -> None:
+    """PrivacyError where the private optimizer of what ``optimizer`` would change lives no more."""
+    live = [private.module for private in private_optimizers()]
+    torchs = type(optimizer).__module__.startswith("torch.optim.")
+    for owner, param in ((owner_of(param), param) for group in optimizer.param_groups for param in group["params"]):
+        if owner is None or owner not in _CLAIMED or any(owner is module for module in live):
+            continue
+        idle = torchs and owner.calls and param.grad is None
+        if idle or not owner.ordinary_gradients.is_released(param):
+            raise PrivacyError(
+                f"{type(optimizer).__name__}.step() is asked to train parameters of a private module, whose own "
+                "optimizer, which make_private returned, is gone (its name was given to this one, say): nothing "
+                "would be clipped, or nothing trained. Keep that one and call its step(); to choose another kind of "
+                "optimizer, give it to make_private."
             )
 
 

@@ -42,6 +42,9 @@ def sentences(report: Report) -> Iterator[str]:
         overlap = other is not None and other.evidence == "overlap"
         why = "cannot be told from" if overlap else "too few undisturbed rounds to tell it from"
         rival = f"; {why} {other.contestant} ({other.basis})" if other is not None else ""
+        if other is None and (after := standing.runner_up) is not None and after.times is not None:
+            lead = model.interval(after.times.low, after.times.high)
+            rival = f"; {after.contestant}, the next, takes {factor(after.times.ratio)} times as long{lead}"
         yield f"  {what}: {best.contestant}, {seconds}{rival}{prices.get((*place, best.contestant), '')}"
         disturbed |= bool(best.disturbed)
     if timed.swamped.any():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -152,3 +154,32 @@ def test_the_private_optimizer_s_own_may_not_step_another_on_what_is_not_its():
     with pytest.raises(PrivacyError, match="would apply an ordinary gradient"):
         optimizer.step()
     assert torch.equal(before, module[3].weight)
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_an_optimizer_that_takes_the_place_of_the_private_one_is_refused(mode):
+    """It trained nothing without a word, or by ordinary gradients: the check went with the private optimizer."""
+    _, model, optimizer, loader = make(grad_sample_mode=mode)
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer = torch.optim.Adam(model.parameters())
+    gc.collect()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="optimizer, which make_private returned, is gone"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_the_standard_module_may_have_an_optimizer_of_its_own():
+    _, model, optimizer, loader = make()
+    del optimizer
+    gc.collect()
+    module = model.to_standard_module()
+    x, y = next(iter(loader))
+    F.cross_entropy(module(x), y).backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()

@@ -311,3 +311,12 @@ def test_an_optimizer_of_a_part_of_the_module_that_does_nothing_is_refused():
     step(private, optimizer, x, y)
     with pytest.raises(dpcore.PrivacyError, match="would do nothing"):
         head.step()
+
+
+def test_weights_of_an_ordinary_model_say_where_they_belong():
+    _, model, *_ = make()
+    weights = small_model().state_dict()
+    with pytest.raises(RuntimeError, match=r"'0.weight' the first.*model._module.load_state_dict\(\)"):
+        model.load_state_dict(weights)
+    model._module.load_state_dict(weights)
+    model.load_state_dict(model.state_dict())
