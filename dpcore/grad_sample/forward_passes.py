@@ -18,6 +18,7 @@ from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_passes import BackwardPasses
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.looks import looks
+from dpcore.reduction import Gathering
 from dpcore.rerun.side_effects import tensors_in
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
@@ -70,6 +71,10 @@ class ForwardPasses:
                 raise batch_norm_error(f"Module {name!r}", norm)
 
     @property
+    def _gathering(self) -> Gathering | None:
+        return getattr(getattr(self._module, "reduction", None), "gathering", None)
+
+    @property
     def _ranks(self) -> Ranks | None:
         ranks = getattr(self._module, "ranks", None)
         return ranks if isinstance(ranks, Ranks) and ranks.sharded else None
@@ -111,7 +116,8 @@ class ForwardPasses:
         tape.inputs = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
         if not batch_size and not self._layout.learnt:
             output = _of_nothing(call, given)  # on all ranks, of which none has shown what has no rule
-            self._layout.let_go()
+            if self._gathering is not None:
+                self._gathering.let_go()
             return tape, output
         with self._layout.recording(tape):
             output = call(*given[0], **given[1])
@@ -167,7 +173,7 @@ class ForwardPasses:
                 "the ranks' parts are not enough; with tensor parallelism every trained layer must be of a kind with a "
                 "rule. Use fully_shard or DifferentiallyPrivateDistributedDataParallel instead."
             )
-        if read := self._layout.read_later():
+        if read := self._gathering and [*self._gathering.waiting]:
             raise UnsupportedError(
                 f"{', '.join(sorted(self._names[param] for param in read))} is used by way of what the model computes "
                 "from it alone (a normalised weight, say), whose gradient needs a parameter's numbers when it is no "

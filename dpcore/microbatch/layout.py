@@ -8,7 +8,7 @@ without a rule. Either way the module around it is recorded as a whole, and the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -168,15 +168,6 @@ class Layout:
                 stack.enter_context(handed_on(tape.sources, self._shards.modules))
             with tape:
                 yield
-
-    def read_later(self) -> Iterable[Parameter]:
-        """Return those whose gradients by example are formed when sharded parameters are gathered once more."""
-        return () if self._shards is None else self._shards.waiting
-
-    def let_go(self) -> None:
-        """Let go of parameters that are gathered and that no backward pass will let go of."""
-        if self._shards is not None:
-            self._shards.let_go()
 
     def _begin(self) -> None:
         thread = threading.get_ident()

@@ -103,7 +103,8 @@ def _check_owners(optimizer: Any) -> None:
     """PrivacyError where the private optimizer of what ``optimizer`` would change lives no more."""
     live = [private.module for private in private_optimizers()]
     torchs = type(optimizer).__module__.startswith("torch.optim.")
-    for owner, param in ((owner_of(param), param) for group in optimizer.param_groups for param in group["params"]):
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        owner: Any = owner_of(param)
         if owner is None or owner not in _CLAIMED or any(owner is module for module in live):
             continue
         idle = torchs and owner.calls and param.grad is None
