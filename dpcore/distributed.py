@@ -395,8 +395,7 @@ def share_of(sampler: Any, data_set: Any, ranks: Ranks) -> Any:
 def order_of(loader: Any) -> Any:
     """Return what decides about the order of examples of which ranks take parts by torch's sampler; else None."""
     sampler = getattr(loader, "sampler", None)
-    is_drawn = isinstance(sampler, DistributedSampler) and sampler.shuffle
-    return (sampler.seed, sampler.epoch) if is_drawn else None
+    return (sampler.seed, sampler.epoch) if isinstance(sampler, DistributedSampler) and sampler.shuffle else None
 
 
 def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:
