@@ -136,6 +136,8 @@ class Ranks:
             self.join_seed(loader.sampler_state)
             if self.deals:
                 loader.sampler_state.take(self.share_number, self.shares)
+            if self.parts is not None:
+                loader.sampler_state.shared = self.parts.share
 
     def draw_one(self, loader: Any) -> bool:
         """Return whether all ranks draw the same lists, of which each takes a part, or all."""
@@ -388,6 +390,12 @@ def share_of(sampler: Any, data_set: Any, ranks: Ranks) -> Any:
     # Without padding, which would repeat an example.
     share: Sampler[int] = DistributedSampler(data_set, ranks.size, ranks.rank, shuffle=False, drop_last=True)
     return share
+
+
+def order_of(loader: Any) -> Any:
+    """Return what decides about the order of examples of which ranks take parts by torch's sampler; else None."""
+    sampler = getattr(loader, "sampler", None)
+    return (sampler.seed, sampler.epoch) if isinstance(sampler, DistributedSampler) and sampler.shuffle else None
 
 
 def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:

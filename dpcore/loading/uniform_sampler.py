@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -78,6 +78,8 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
     max_batch_size: int | None = None
     drawn = 0
     """Lists that were drawn; of a subclass with an ``__iter__`` of its own it is not known."""
+    shared: Callable[[Any, int], Any] | None = None
+    """Gives several processes the value of the first of them, where they work on the same examples."""
     _generator: torch.Generator | None = None
     _generator_of: int | None = None  # the seed for which it was made or set
     _is_reseeded = False
@@ -113,8 +115,8 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self._resumed: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        secret = ("seed", "_generator", "_generator_of")
-        return {name: value for name, value in self.__dict__.items() if name not in secret}
+        own = ("seed", "shared", "_generator", "_generator_of")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Draw a secret seed in a copy: two models on the same batches spend more than two on their own."""
@@ -200,7 +202,8 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             system = random.SystemRandom()
             # In (0, 1]: the quantile of 0 is -1, which is no size.
             size = int(scipy.stats.binom.ppf(1.0 - system.random(), count, self.sample_rate))
-            return system.sample(range(count), self._kept(size))
+            chosen = system.sample(range(count), self._kept(size))
+            return chosen if self.shared is None else self.shared(chosen, 0)  # nobody can repeat it
         generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(stream)))
         size = int(generator.binomial(count, self.sample_rate))
         return generator.choice(count, self._kept(size), replace=False).tolist()

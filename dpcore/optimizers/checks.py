@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from dpcore.arguments import check_divisor
-from dpcore.distributed import Ranks, fingerprint
+from dpcore.distributed import Ranks, fingerprint, order_of
 from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 
@@ -155,7 +155,7 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
 def _drawn(run: Any, ranks: Ranks) -> Any:
     """Return what must be the same on all ranks where they draw one batch: parts of two may overlap."""
     if not ranks.draw_one(run.loader):
-        return None
+        return order_of(run.loader)
     is_followed = run.ledger is not None and run.ledger.checks
     return run.loader.sampler_state.seed, run.loader.where if is_followed else None
 

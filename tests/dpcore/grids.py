@@ -80,6 +80,11 @@ def check_owned() -> Any:
     return {how: train(steps=2, kind="perceptron", put=put, check_batches=False) for how, put in PUT.items()}
 
 
+def check_secure() -> Any:
+    """Return runs of secure mode, whose batches no two ranks can draw."""
+    return {how: train(steps=2, kind="perceptron", put=put, seed=None, secure=True) for how, put in PUT.items()}
+
+
 def check_noise() -> Any:
     return {how: parallel.check_noise(put=put) for how, put in PUT.items()}
 
@@ -151,6 +156,14 @@ def of_sampler(ranks: int, rank: int) -> str:
     return refusal(lambda: private(loader=loader, put=in_copies, poisson_sampling=False, sample_rate=None))
 
 
+def of_orders(epoch: int) -> str:
+    """Say how a step is refused for which pairs of ranks take their parts of two orders of the examples."""
+    sampler: Any = DistributedSampler(data(), 2, dist.get_rank() // 2)
+    sampler.set_epoch(epoch)
+    options = {"loader": DataLoader(data(), batch_size=4, sampler=sampler), "sample_rate": None}
+    return refusal(lambda: train(1, kind="perceptron", put=in_copies, poisson_sampling=False, **options))
+
+
 def check_refused() -> Any:
     rank, mesh = dist.get_rank(), grid()
     crossed = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("rows", "columns"))
@@ -176,6 +189,7 @@ def check_refused() -> Any:
         "whole loader": refusal(lambda: private(loader=whole, put=in_copies)),
         "a part for each rank": of_sampler(4, rank),
         "one part for all": of_sampler(2, 0),
+        "two orders": of_orders(rank // 2),
         "partial gradient": of_step(make=Refused),
         "small partial gradient": of_step(make=partial(Refused, 0.01)),
         "penalty": parallel.of_penalty(put=in_copies),
