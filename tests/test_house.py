@@ -115,8 +115,8 @@ class Size:
 # 2026-11-30: layers that are split over ranks, bags of ids in kernels, what a review found in users, steps, lazy tables
 # and the gate's later rounds, names in a Trainer's settings, each with its tests. README shows what a run prints.
 # 2026-11-30: ranks that differ in targets, whole weights or the mesh's order, found by a review of split layers.
-# 2026-11-30: tensor parallelism beside copies and shards; in shards layers without a rule, computed weights and Engine; an
-# optimizer in the private one's place. Harness lowered: Vega-Lite draws its figures, git finds mirrors, MNIST has two ways.
+# 2026-11-30: tensor parallelism beside copies and shards; in shards layers without a rule, computed weights and Engine;
+# an optimizer in the private one's place. Harness lowered: Vega-Lite draws its figures, git finds mirrors.
 LIMITS = {
     "harness": Size(lines=39_432, long_classes=0, long_files=0),
     "dpcore": Size(lines=35_894, long_classes=0, long_files=0),
