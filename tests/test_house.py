@@ -125,7 +125,7 @@ LIMITS = {
     "tests": Size(lines=60_358, long_classes=0, long_files=17),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 199_967, 448
+WRITTEN, WORDS = 199_967, 446
 
 
 def files(folder: str) -> Iterator[Path]:
