@@ -119,7 +119,7 @@ class Size:
 # an optimizer in the private one's place. Harness lowered: Vega-Lite draws its figures, git finds mirrors.
 LIMITS = {
     "harness": Size(lines=39_432, long_classes=0, long_files=0),
-    "dpcore": Size(lines=35_894, long_classes=0, long_files=0),
+    "dpcore": Size(lines=35_897, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
     "tests": Size(lines=60_358, long_classes=0, long_files=17),

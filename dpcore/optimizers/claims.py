@@ -71,8 +71,10 @@ def refuse_foreign_steps() -> None:
 
 def _check(optimizer: Any) -> None:
     """PrivacyError where a gradient that ``optimizer`` would apply is a private module's and was not released."""
+    is_inner = False
     for private in private_optimizers():
         if private.original_optimizer is optimizer:
+            is_inner = True
             continue  # which has a guard of its own
         if any(value is private for value in vars(optimizer).values()):
             # A wrapper of the user's (Lookahead, say) asks it to step, but may apply what it finds before or instead.
@@ -96,7 +98,8 @@ def _check(optimizer: Any) -> None:
                 "gradients only the optimizer that make_private returned can apply. Call that one's step(), and give "
                 "it all parameters of the module, in groups with settings of their own."
             )
-    _check_owners(optimizer)
+    if not is_inner:
+        _check_owners(optimizer)
 
 
 def _check_owners(optimizer: Any) -> None:
