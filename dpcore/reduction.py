@@ -111,7 +111,7 @@ class ModuleInParts(nn.Module):
 
 
 class Gathering:
-    """What brings the numbers of sharded parameters together, unit by unit.
+    """Brings the numbers of sharded parameters together, unit by unit.
 
     ``units``: as of :class:`Sharded`. ``is_all``: whether whole parameters are gathered, and not parts of layers.
     """

@@ -1,4 +1,4 @@
-"""What ``ranks.py`` asks of sharded layers whose gradients by example need whole parameters once more."""
+"""Checks of ``ranks.py`` on sharded layers whose gradients by example need whole parameters once more."""
 
 from __future__ import annotations
 

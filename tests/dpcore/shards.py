@@ -1,4 +1,4 @@
-"""What ``ranks.py`` asks of sharded models alone."""
+"""Checks of ``ranks.py`` on sharded models alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a figure shows, out of its Vega-Lite specification."""
+"""Read what a figure shows out of its Vega-Lite specification."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _strings(part: Any) -> Iterator[str]:
 
 
 def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """What lies between its title and its legend."""
+    """Return what lies between its title and its legend."""
     return list(spec["vconcat"][0]["concat"])
 
 

@@ -60,7 +60,7 @@ class Axis:
 
 @dataclass
 class Panel:
-    """What lies between two axes; later points lie above earlier ones. ``title``: its lines."""
+    """Holds what lies between two axes; later points lie above earlier ones. ``title``: its lines."""
 
     x: Axis
     y: Axis
