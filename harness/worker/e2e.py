@@ -109,7 +109,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
             if is_first and request.snapshot:
                 save_weights(request.snapshot, timed.weights)
             if not halted and (made < length or made_in_all == steps * count):
-                halt, halted = made_in_all, timed.weights
+                halt, halted = made_in_all, {name: value.copy() for name, value in timed.weights.items()}
         measured[-1] *= len(batches) / counted
     timed.finish()
     weights = timed.weights

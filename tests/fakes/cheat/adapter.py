@@ -410,7 +410,7 @@ class FillsPastTheCopy(FillsLater):
 
     def place(self, x: Array, y: Array) -> None:
         super().place(x, y)
-        sys.modules["harness.worker.deferred"].copies = lambda adapter: dict(adapter.parameters())
+        sys.modules["harness.worker.deferred"].copies = lambda adapter, into: dict(adapter.parameters())
 
 
 class BesideTheWorker(Vectorised):

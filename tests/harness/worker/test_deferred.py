@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.worker.deferred import Read, fault_of
+from harness.worker.deferred import Read, copies, fault_of
 
 MEGABYTES_90 = {"weight": np.ones(22_500_000, np.float32)}
 EVEN = Read(timed=2.4, first=0.030, second=0.030, cpu=0.030, extra_cpu=0.0)
@@ -33,3 +33,25 @@ def test_a_busy_machine_excuses_only_waiting() -> None:
     waited = [_slower(0.3, cpu=0.001)] * 3
     assert fault_of(MEGABYTES_90, {}, waited, 0.5) == {}
     assert fault_of(MEGABYTES_90, {}, waited, 0.0)["deferred"]
+
+
+class _Weights:
+    """An adapter of which only the weights are asked for."""
+
+    def __init__(self) -> None:
+        self.held = {"a": np.zeros(3, np.float32), "b": np.zeros((2, 2), np.float32)}
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return self.held
+
+
+def test_weights_are_read_into_the_arrays_of_before_and_are_copies() -> None:
+    adapter = _Weights()
+    first = copies(adapter, {})
+    adapter.held["a"] += 1
+    assert not first["a"].any()  # what the adapter changes later is not seen
+    held = first["a"]
+    again = copies(adapter, first)
+    assert again["a"] is held and (held == 1).all() and again["b"] is first["b"]
+    adapter.held = {"a": np.ones(4, np.float32)}  # another shape, and no "b"
+    assert copies(adapter, again).keys() == {"a"} and held.shape == (3,)
