@@ -80,7 +80,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
         "subjects": [(here[0].subject_title, file) for file, here in subjects.items()],
         "of_series": lambda s: by_series[id(s)],
         "percent": view.percent,
-        **dict.fromkeys(("faults", "lists", "matrices", "moved", "groups"), ()),
+        **dict.fromkeys(("faults", "lists", "groups"), ()),
     }
 
     def render(**values: Any) -> bytes:
@@ -96,13 +96,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
         ("Latest events", events[:RECENT_EVENTS], ""),
     ]
     files = {
-        "index.html": render(
-            title="dpbench history",
-            faults=history.faults,
-            lists=lists,
-            moved=view.movers(cells),
-            matrices=list(_matrices(cells)),
-        ),
+        "index.html": render(title="dpbench history", faults=history.faults, lists=lists),
         "events.html": render(title="Events", lists=[("All events", events, "Nothing has changed yet.")]),
         "page.css": (page.WEB / "page.css").read_bytes(),
         "vega.js": page.vega().encode() if cells else b"",
@@ -140,12 +134,3 @@ def _groups(here: Sequence[CellView]) -> Iterator[tuple[str, list[CellView], lis
             charts.append(("Memory", view.chart(views, "memory")))
         specs = [(name, Markup(json.dumps(spec, allow_nan=False).replace("<", "\\u003c"))) for name, spec in charts]
         yield views[0].machine.label, views, specs
-
-
-def _matrices(cells: Sequence[CellView]) -> Iterator[tuple[str, list[str], list[tuple[str, dict[str, Any]]]]]:
-    """Yield (title, frameworks with a cell there, rows of (name, framework -> coverage)) of tasks and layers."""
-    frameworks, covered = view.coverage(cells)
-    for kind, title in (("task", "Tasks"), ("layer", "Layers")):
-        rows = [(view.subject_title(kind, name), row) for k, name, row in covered if k == kind]
-        if rows:
-            yield title, [name for name in frameworks if any(name in row for _, row in rows)], rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from harness.analysis.naming import duration, factor, machine_slug, size, slug
-from harness.history import series as series_of
-from harness.history.events import RANK, Event
+from harness.history.events import Event
 from harness.history.runs import History, Run
-from harness.history.series import Move, Point, Series
+from harness.history.series import Point, Series
 from harness.report.figures import looks
 from harness.tasks import TASKS
 
@@ -65,12 +63,8 @@ class CellView:
         return "layer" if self.series.cell.kind == "layer" else "task"
 
     @property
-    def subject(self) -> str:
-        return self.series.cell.subject
-
-    @property
     def page(self) -> str:
-        return page_name(self.kind, self.subject)
+        return f"{self.kind}-{slug(self.series.cell.subject)}.html"
 
     @property
     def address(self) -> str:
@@ -82,7 +76,8 @@ class CellView:
 
     @property
     def subject_title(self) -> str:
-        return subject_title(self.kind, self.subject)
+        name = self.series.cell.subject
+        return TASKS[name].title if self.kind == "task" and name in TASKS else name
 
     @cached_property
     def title(self) -> str:
@@ -90,10 +85,6 @@ class CellView:
         c = self.series.cell
         parts = [c.contestant, *((c.passes.replace("_", "-"),) if c.passes else ()), f"batch {c.batch_size}"]
         return " · ".join(parts)
-
-    @property
-    def full_title(self) -> str:
-        return f"{self.subject_title} · {self.title}"
 
     @cached_property
     def setting(self) -> str:
@@ -136,20 +127,6 @@ class CellView:
         return size(counted[-1].bytes or 0) if counted and self.state == "ok" else "–"
 
     @cached_property
-    def move(self) -> Move | None:
-        return series_of.move(self.series, self.days) if self.state == "ok" else None
-
-    @property
-    def ratio(self) -> str:
-        return "–" if self.move is None else percent(self.move.ratio)
-
-    @property
-    def ratio_class(self) -> str:
-        if self.move is None or not self.move.clear or abs(math.log(self.move.ratio)) < math.log(1.01):
-            return "calm"
-        return "worse" if self.move.ratio > 1 else "better"
-
-    @cached_property
     def open(self) -> tuple[Event, ...]:
         """Its open changes for the worse, as far as they are its own."""
         return tuple(e for e in self.events if e.open and any(c.series is self.series for c in e.bad_cells))
@@ -168,11 +145,6 @@ class CellView:
         )
 
 
-def page_name(kind: str, name: str) -> str:
-    """Return the file name of a page."""
-    return f"{kind}-{slug(name)}.html"
-
-
 def percent(ratio: float) -> str:
     """+12.3 %, −4.0 %, from a factor of 2 on 2.10×."""
     if ratio >= 2 or ratio <= 0.5:
@@ -180,11 +152,6 @@ def percent(ratio: float) -> str:
     value = (ratio - 1) * 100
     text = f"{abs(value):.1f}"
     return "0.0 %" if text == "0.0" else f"{'+' if value > 0 else '−'}{text} %"
-
-
-def subject_title(kind: str, name: str) -> str:
-    """Return the name of a task, layer or framework for readers."""
-    return TASKS[name].title if kind == "task" and name in TASKS else name
 
 
 def machines(history: History) -> list[MachineView]:
@@ -297,36 +264,3 @@ def _rows(v: CellView, metric: str) -> Iterator[dict[str, Any]]:
     for step, before, after, _ in s.changes(metric):
         where = f"{percent(step.ratio)} between {s.runs[before].short_commit} and {s.runs[after].short_commit}"
         yield {**common, "kind": "step", "time": s.runs[points[step.at].run].time, "shown": where}
-
-
-def movers(views: Iterable[CellView], count: int = 8) -> list[CellView]:
-    """Return those that moved most against the days before, by more than noise explains."""
-    moved = [v for v in views if v.move is not None and v.ratio_class != "calm"]
-    return sorted(moved, key=lambda v: -abs(math.log(v.move.ratio)) if v.move else 0.0)[:count]
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """``ok`` of ``total`` cells of a subject and a framework; ``worst``: the state of one that is not ok."""
-
-    ok: int
-    total: int
-    worst: str
-    address: str
-
-
-def coverage(views: Sequence[CellView]) -> tuple[list[str], list[tuple[str, str, dict[str, Coverage]]]]:
-    """Return (frameworks, rows of (kind, subject, framework -> coverage)); all machines together."""
-    frameworks = sorted({v.framework for v in views})
-    groups: dict[tuple[str, str], dict[str, list[CellView]]] = {}
-    for v in sorted(views, key=lambda v: v.kind == "layer"):
-        groups.setdefault((v.kind, v.subject), {}).setdefault(v.framework, []).append(v)
-    rows = []
-    for (kind, subject), by_framework in groups.items():
-        row = {}
-        for name, here in by_framework.items():
-            bad = sorted((v for v in here if v.state != "ok"), key=lambda v: RANK.get(v.state, 9))
-            first = bad[0] if bad else here[0]
-            row[name] = Coverage(len(here) - len(bad), len(here), bad[0].state if bad else "", first.address)
-        rows.append((kind, subject, row))
-    return frameworks, rows

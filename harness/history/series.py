@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-import numpy as np
-
 from harness.analysis import change_points
 from harness.analysis.change_points import Found, Step
 from harness.history.runs import CellResult, History, Run
@@ -97,41 +95,6 @@ class Series:
         found, points = self.found(metric)
         for step in found.steps:
             yield step, points[step.first - 1].run, points[step.last].run, points[step.alarm].run
-
-
-RECENT = 5
-"""Runs that a level "now" or "30 days ago" is the median of."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """Level now over the level ``days`` earlier, as the median of RECENT runs each. ``noise``: standard deviation of
-    that log ratio by the noise of single runs; None where too few runs tell it."""
-
-    ratio: float
-    noise: float | None
-
-    @property
-    def clear(self) -> bool:
-        """Whether the change is more than three standard deviations."""
-        return self.noise is not None and abs(float(np.log(self.ratio))) > 3 * self.noise
-
-
-def move(series: Series, days: int) -> Move | None:
-    """Return the change since then; None where no run is as old as that, or the cell has no recent time."""
-    timed = series.timed
-    if not timed:
-        return None
-    when = [series.runs[p.run].moment.timestamp() / 86400 for p in timed]
-    old = [p for p, day in zip(timed, when, strict=True) if day <= when[-1] - days][-RECENT:]
-    new = timed[-RECENT:]
-    if not old or old[-1].run >= new[0].run:
-        return None
-    values = [[p.normalised for p in side if p.normalised is not None] for side in (old, new)]
-    sd = series.time.noise.sd if series.time.noise else None
-    # The median of m values varies 1.25 times as much as their mean.
-    noise = None if sd is None else 1.25 * sd * float(np.sqrt(sum(1 / len(v) for v in values)))
-    return Move(median(values[1]) / median(values[0]), noise)
 
 
 def reference_probe(runs: Sequence[Run]) -> float | None:
