@@ -47,13 +47,14 @@ from harness.report.chapters.paper import (
 @dataclass(frozen=True)
 class Claim:
     """A finding of the paper. ``quoted``: its text's figure, only shown. ``bounds``: what agrees with it where it is a
-    statement (faster, slowest, closes) or not in the paper's table; else the range of its table, widened."""
+    statement (faster, slowest, closes) or not in the paper's table; else the range of its table, widened. ``section``:
+    of the paper."""
 
-    section: str
     about: str
     quoted: str
     measure: Measure
     bounds: tuple[float, float] | None = None
+    section: str = "3.1.3"
 
 
 def _stated(figure: float) -> tuple[float, float]:
@@ -66,74 +67,57 @@ def all_claims(table: PaperTable) -> tuple[Claim, ...]:
     small = (16, 32, 64, 128, 256)
     return (
         Claim(
-            "3.1.3",
-            "Opacus / PyTorch without DP: MNIST, CIFAR-10, embedding",
-            "2× to 2.9×",
-            ratio(OPACUS, BASELINE_ROW, SMALL),
+            "Opacus / PyTorch without DP: MNIST, CIFAR-10, embedding", "2× to 2.9×", ratio(OPACUS, BASELINE_ROW, SMALL)
         ),
-        Claim("3.1.3", "Opacus / PyTorch without DP: LSTM", "25× to 30×", ratio(OPACUS, BASELINE_ROW, ("imdb-lstm",))),
+        Claim("Opacus / PyTorch without DP: LSTM", "25× to 30×", ratio(OPACUS, BASELINE_ROW, ("imdb-lstm",))),
         Claim(
-            "3.1.3",
             "JAX (DP) is the fastest on MNIST and embedding: next / JAX (DP)",
             "consistently the lowest",
             lead(JAX, ("mnist-cnn", "imdb-embedding")),
             ABOVE_ONE,
         ),
         Claim(
-            "3.1.3",
             "JAX (DP) beats PyTorch without DP at 16 to 256 on MNIST and embedding: PyTorch / JAX (DP)",
             "at smaller batch sizes",
             ratio(BASELINE_ROW, JAX, ("mnist-cnn", "imdb-embedding"), small),
             ABOVE_ONE,
         ),
         Claim(
-            "3.1.3",
             "JAX (DP) is the fastest on CIFAR-10 at 16 to 128: next / JAX (DP)",
             "at smaller batch sizes",
             lead(JAX, ("cifar10-cnn",), small[:-1]),
             ABOVE_ONE,
         ),
         Claim(
-            "3.1.3",
             "Opacus surpasses JAX (DP) on CIFAR-10 at 256 to 2048: JAX (DP) / Opacus",
             "at larger batch sizes",
             ratio(JAX, OPACUS, ("cifar10-cnn",), (256, 512, 1024, 2048)),
             ABOVE_ONE,
         ),
         Claim(
-            "3.1.3",
             "Opacus is the fastest on CIFAR-10 at 2048: next / Opacus",
             "the lowest",
             lead(OPACUS, ("cifar10-cnn",), (LARGEST,)),
             ABOVE_ONE,
         ),
         Claim(
-            "3.1.3",
             "Custom TFP (XLA) is the fastest on LSTM: next / Custom TFP (XLA)",
             "consistently the lowest",
             lead(TFP, ("imdb-lstm",)),
             ABOVE_ONE,
         ),
         Claim(
-            "Table 1",
             "LSTM: share of pairs of DP rows in the order of the table",
             "",
             order_of(("imdb-lstm",), table),
             (1.0, 1.0),
+            section="Table 1",
         ),
-        Claim(
-            "3.1.3",
-            "PyVacy is the slowest: PyVacy / next",
-            "consistently the highest",
-            slowest(PYVACY, ALL),
-            ABOVE_ONE,
-        ),
-        Claim("3.1.3", "Opacus / JAX (DP) at 2048: MNIST", "1.4×", ratio(OPACUS, JAX, ("mnist-cnn",), (LARGEST,))),
-        Claim(
-            "3.1.3", "Opacus / JAX (DP) at 2048: embedding", "3×", ratio(OPACUS, JAX, ("imdb-embedding",), (LARGEST,))
-        ),
-        Claim("3.1.3", "Opacus / Custom TFP (XLA) at 2048: LSTM", "7×", ratio(OPACUS, TFP, ("imdb-lstm",), (LARGEST,))),
-        Claim("3.1.3", "Opacus / JAX (DP) at 2048: LSTM", "2.4×", ratio(OPACUS, JAX, ("imdb-lstm",), (LARGEST,))),
+        Claim("PyVacy is the slowest: PyVacy / next", "consistently the highest", slowest(PYVACY, ALL), ABOVE_ONE),
+        Claim("Opacus / JAX (DP) at 2048: MNIST", "1.4×", ratio(OPACUS, JAX, ("mnist-cnn",), (LARGEST,))),
+        Claim("Opacus / JAX (DP) at 2048: embedding", "3×", ratio(OPACUS, JAX, ("imdb-embedding",), (LARGEST,))),
+        Claim("Opacus / Custom TFP (XLA) at 2048: LSTM", "7×", ratio(OPACUS, TFP, ("imdb-lstm",), (LARGEST,))),
+        Claim("Opacus / JAX (DP) at 2048: LSTM", "2.4×", ratio(OPACUS, JAX, ("imdb-lstm",), (LARGEST,))),
         *(
             claim
             for row, quoted, mean, tasks in (
@@ -146,13 +130,12 @@ def all_claims(table: PaperTable) -> tuple[Claim, ...]:
             )
             for claim in (
                 Claim(
-                    "3.1.3" if quoted else "Table 1",
                     f"{row}: seconds at batch 16 / at 2048, by task",
                     quoted,
                     reduction(row, tasks),
+                    section="3.1.3" if quoted else "Table 1",
                 ),
                 Claim(
-                    "3.1.3",
                     f"{row}: seconds at batch 16 / at 2048, mean of {len(tasks)} tasks",
                     mean,
                     mean_reduction(row, tasks),
@@ -160,29 +143,24 @@ def all_claims(table: PaperTable) -> tuple[Claim, ...]:
             )
         ),
         Claim(
-            "3.1.3",
             "The batch size matters most to Opacus and PyTorch: their least reduction / the greatest other",
             "strongest for Opacus and PyTorch",
             strongest((OPACUS, BASELINE_ROW)),
             ABOVE_ONE,
         ),
-        Claim("3.1.3", "JAX (DP): first epoch / median epoch, largest", "101×", first_epoch(JAX), _stated(101.0)),
-        Claim(
-            "3.1.3", "Custom TFP (XLA): first epoch / median epoch, largest", "625×", first_epoch(TFP), _stated(625.0)
-        ),
+        Claim("JAX (DP): first epoch / median epoch, largest", "101×", first_epoch(JAX), _stated(101.0)),
+        Claim("Custom TFP (XLA): first epoch / median epoch, largest", "625×", first_epoch(TFP), _stated(625.0)),
         *(
             claim
             for base in (JAX, TFP)
             for claim in (
                 Claim(
-                    "3.1.3",
                     f"Beyond 2048 the gap Opacus / {base} closes: the gap there / at 2048",
                     "may close the gap",
                     gap_beyond(OPACUS, base, ALL),
                     BELOW_ONE,
                 ),
                 Claim(
-                    "3.1.3",
                     f"Beyond 2048 Opacus outperforms {base}: Opacus / {base}",
                     "may even outperform",
                     ratio(OPACUS, base, ALL, BEYOND),
