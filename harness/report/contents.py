@@ -80,7 +80,12 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
     when = model.provenance(tables, section)
 
     def chapter(
-        title: str, grids: Iterable[Grid], brief: Iterable[Grid] | None = None, **frames: pd.DataFrame
+        title: str,
+        grids: Iterable[Grid],
+        brief: Iterable[Grid] | None = None,
+        interactive: bool = True,
+        printed: bool = True,
+        **frames: pd.DataFrame,
     ) -> Chapter:
         """``frames``: by the stem of the CSV file, with _ for -. ``brief``: what the Markdown page shows of it."""
         of_here = {stem.replace("_", "-"): section.of(frame) for stem, frame in frames.items()}
@@ -90,7 +95,7 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
             name = task_figures.file_name("main", tables, section, of_here["seconds-per-epoch"])
             own[f"tab-{name}"] = latex.main(tables, section, name)
         short = None if brief is None else tuple(brief)
-        return Chapter(title, section, tuple(grids), shown, of_here, when, own, interactive=True, brief=short)
+        return Chapter(title, section, tuple(grids), shown, of_here, when, own, printed, False, interactive, short)
 
     yield chapter(
         "Seconds per epoch",
@@ -108,32 +113,21 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
     yield chapter(
         "Relative to PyTorch without DP", task_tables.ratios(tables, section), relative_to_pytorch=tables.ratios
     )
-    peers = tuple(fastest_peer.grids(numbers["fastest-peer"], section))
-    yield Chapter(
-        "Against the fastest peer",
-        section,
-        peers,
-        frames={"fastest-peer": section.of(numbers["fastest-peer"])},
-        when=when,
-        brief=tuple(grid for grid in peers if grid.title.endswith(fastest_peer.TITLES[fastest_peer.PEER])),
-    )
-    yield Chapter(
-        "Cumulative seconds",
-        section,
-        tuple(costs.cumulative(tables, section)),
-        tuple(pictures["cumulative-seconds"]),
-        {"cumulative-seconds": section.of(numbers["cumulative-seconds"])},
-        when,
-        brief=(),
-    )
+    fastest = numbers["fastest-peer"]
+    peers = tuple(fastest_peer.grids(fastest, section))
+    first_of_peers = [grid for grid in peers if grid.title.endswith(fastest_peer.TITLES[fastest_peer.PEER])]
+    yield chapter("Against the fastest peer", peers, first_of_peers, interactive=False, fastest_peer=fastest)
+    sums = costs.cumulative(tables, section)
+    yield chapter("Cumulative seconds", sums, (), interactive=False, cumulative_seconds=numbers["cumulative-seconds"])
     yield chapter("Framework, DP, compile", task_tables.overheads(tables, section), (), overheads=tables.overheads)
-    yield Chapter(
+    yield chapter(
         "The paper against these measurements",
-        section,
-        tuple(task_tables.against_the_paper(tables, section)),
-        frames={stem: section.of(numbers[stem]) for stem in numbers if stem.startswith("paper-")},
-        when=when,
-        brief=(),
+        task_tables.against_the_paper(tables, section),
+        (),
+        interactive=False,
+        paper_then_and_now=numbers["paper-then-and-now"],
+        paper_rank_correlation=numbers["paper-rank-correlation"],
+        paper_claims=numbers["paper-claims"],
     )
     starting, reached, bound = (section.of(numbers[k]) for k in ("start-up", "seconds-to-accuracy", "physical-floor"))
     yield chapter(
@@ -148,20 +142,14 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
     memory = task_tables.memory(tables, section)
     # What the kernel counted comes first; other instruments stand on the page and in the CSV file.
     first, by_rank = task_tables.first_metric(tables, memory), costs.ranks(tables, section)
-    of_memory = chapter("Peak memory", [*memory, *by_rank], [*first, *by_rank], peak_memory=tables.memory)
-    yield replace(of_memory, interactive=False)  # the page's own charts are of seconds
+    every, brief = [*memory, *by_rank], [*first, *by_rank]
+    # The page's own charts are of seconds.
+    yield chapter("Peak memory", every, brief, interactive=False, peak_memory=tables.memory)
     yield chapter("Privacy", task_tables.privacy(tables, section), (), privacy=tables.privacy)
     yield chapter("Accuracy", task_tables.accuracy(tables, section), (), accuracy=tables.accuracy)
     yield chapter("Failures and rejections", costs.failures(tables, section))
     yield chapter("Coverage", task_tables.coverage(tables, section), coverage=tables.coverage)
-    yield Chapter(
-        "Admission gate",
-        section,
-        tuple(task_tables.gate(tables, section)),
-        frames={"gate": section.of(tables.gate)},
-        when=when,
-        printed=False,
-        brief=tuple(task_tables.gate_summary(tables, section)),
-    )
+    checks, passed = task_tables.gate(tables, section), task_tables.gate_summary(tables, section)
+    yield chapter("Admission gate", checks, passed, interactive=False, printed=False, gate=tables.gate)
     yield chapter("Hardware", costs.hardware(tables, section))
     yield chapter("Versions", task_tables.versions(tables, section), versions=tables.versions)

@@ -61,105 +61,70 @@ def _of_section(
         stem = naming.slug(kind, section_name)
         return Picture(stem, title, partial(draw, *arguments, where), f"{section.title}; measured {when}.")
 
+    def chapter(
+        title: str,
+        grids: Iterable[Grid] = (),
+        pictures: Iterable[Picture] = (),
+        in_terminal: bool = False,
+        **frames: pd.DataFrame,
+    ) -> Chapter:
+        """``frames``: by the stem of the CSV file, with _ for -."""
+        of_here = {stem.replace("_", "-"): frame for stem, frame in frames.items()}
+        return Chapter(title, section, tuple(grids), tuple(pictures), of_here, when, in_terminal=in_terminal)
+
     pairs = [(c, p) for c, p in tables.contestants if len(main[(main.contestant == c) & (main.passes == p)])]
     private = [pair for pair in pairs if (main[main.contestant == pair[0]].column == "dp").all()]
-    yield Chapter(
-        "Layers: contestants side by side",
-        section,
-        tuple(_side_by_side(main_factors, private, left_out)),
-        tuple(
-            picture(
-                f"layer-modes_batch-{size}", f"All contestants by layer at batch {size}", layer_figures.modes, size, g
-            )
-            for size, g in _last_sizes(main_factors)
-            if (g.column == "dp").any()
-        ),
-        when=when,
-        in_terminal=True,
-    )
-    yield Chapter(
+    beside = [
+        picture(f"layer-modes_batch-{size}", f"All contestants by layer at batch {size}", layer_figures.modes, size, g)
+        for size, g in _last_sizes(main_factors)
+        if (g.column == "dp").any()
+    ]
+    grids: Iterable[Grid] = _side_by_side(main_factors, private, left_out)
+    yield chapter("Layers: contestants side by side", grids, beside, in_terminal=True)
+    title, draw = "Runtime and memory of {} over torch.nn by layer", layer_figures.factors
+    yield chapter(
         "Layers: runtime",
-        section,
-        tuple(g for pair in private for g in _paper_layout("runtime", main, main_factors, *pair)),
-        tuple(
-            picture(
-                f"layer-factors_{c}_{p}", f"Runtime and memory of {c} over torch.nn by layer", draw, c, p, main_factors
-            )
-            for c, p in private
-            for draw in (layer_figures.factors,)
-        ),
-        {"layer-runtime-and-memory": cells, "layer-factors": factors},
-        when,
+        (g for pair in private for g in _paper_layout("runtime", main, main_factors, *pair)),
+        (picture(f"layer-factors_{c}_{p}", title.format(c), draw, c, p, main_factors) for c, p in private),
+        layer_runtime_and_memory=cells,
+        layer_factors=factors,
     )
-    has_memory = raw.purpose.eq("memory").any()
-    yield Chapter(
-        "Layers: peak memory",
-        section,
-        tuple(g for pair in private for g in _paper_layout("memory", main, main_factors, *pair)) if has_memory else (),
-        when=when,
-    )
-    yield Chapter(
-        "Layers: torch.nn, own module, DP",
-        section,
-        pictures=tuple(
-            picture(
-                f"layer-modules_{name}",
-                f"torch.nn, {name}'s own module, and with DP",
-                layer_figures.modules,
-                name,
-                main,
-            )
-            for name in dict.fromkeys(main[main.column == "own_module"].framework)
-        ),
-        when=when,
-    )
-    yield Chapter(
-        "Layers: where the memory is", section, (*costs.breakdown(main), *costs.parts(main, pairs)), when=when
-    )
+    counted = private if raw.purpose.eq("memory").any() else []
+    grids = (g for pair in counted for g in _paper_layout("memory", main, main_factors, *pair))
+    yield chapter("Layers: peak memory", grids)
+    own = [
+        picture(
+            f"layer-modules_{name}", f"torch.nn, {name}'s own module, and with DP", layer_figures.modules, name, main
+        )
+        for name in dict.fromkeys(main[main.column == "own_module"].framework)
+    ]
+    yield chapter("Layers: torch.nn, own module, DP", pictures=own)
+    yield chapter("Layers: where the memory is", (*costs.breakdown(main), *costs.parts(main, pairs)))
     predicted = section.of(found["predictions"])
     if len(predicted):
-        yield Chapter(
+        yield chapter(
             "The memory law",
-            section,
             (*costs.shares(predicted), *_reproduction(main)),
-            (picture("memory-law", "Predicted against measured peak memory", layer_figures.law, predicted),),
-            {"memory-law": predicted, "memory-law-of-the-paper": memory.of_the_paper()},
-            when,
+            [picture("memory-law", "Predicted against measured peak memory", layer_figures.law, predicted)],
             in_terminal=True,
+            memory_law=predicted,
+            memory_law_of_the_paper=memory.of_the_paper(),
         )
-        yield Chapter(
-            "The memory law, cell by cell", section, tuple(costs.predictions(predicted, tables.contestants)), when=when
-        )
-    swept = section.of(found["sweep"])
+        yield chapter("The memory law, cell by cell", costs.predictions(predicted, tables.contestants))
+    swept, errors = section.of(found["sweep"]), section.of(found["errors"])
     if len(swept):
-        yield Chapter(
-            "The embedding sweep",
-            section,
-            (*_sweep(swept), *_errors(section.of(found["errors"]))),
-            tuple(
-                picture(f"embedding-sweep_{c}_{p}", f"Embedding sweep: {c}", layer_figures.sweep, c, p, group)
-                for (c, p), group in swept[swept.column == "dp"].groupby(["contestant", "passes"], sort=False)
-            ),
-            {"embedding-sweep": swept, "embedding-sweep-errors": section.of(found["errors"])},
-            when,
-        )
+        by_pair = swept[swept.column == "dp"].groupby(["contestant", "passes"], sort=False)
+        pictures = [
+            picture(f"embedding-sweep_{c}_{p}", f"Embedding sweep: {c}", layer_figures.sweep, c, p, group)
+            for (c, p), group in by_pair
+        ]
+        grids = (*_sweep(swept), *_errors(errors))
+        yield chapter("The embedding sweep", grids, pictures, embedding_sweep=swept, embedding_sweep_errors=errors)
     between = section.of(tables.spread)
     if len(between):
-        yield Chapter(
-            "Layers: spread between runs",
-            section,
-            tuple(_spread(between)),
-            frames={"layer-spread": between},
-            when=when,
-            in_terminal=True,
-        )
-    yield Chapter(
-        "The paper's findings on layers",
-        section,
-        tuple(_claims(section.of(found["claims"]))),
-        frames={"layer-claims": section.of(found["claims"])},
-        when=when,
-    )
+        yield chapter("Layers: spread between runs", _spread(between), in_terminal=True, layer_spread=between)
+    claims = section.of(found["claims"])
+    yield chapter("The paper's findings on layers", _claims(claims), layer_claims=claims)
 
 
 def _paper_layout(
