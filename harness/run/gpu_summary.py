@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -283,59 +283,21 @@ def text(outcome: Outcome) -> str:
         f"{outcome.seconds_used:.0f} s of {outcome.seconds_asked:.0f} s; records: {states}; "
         f"not begun: {len(outcome.not_begun)} of {len(outcome.planned)} measurements."
     )
-    gates = [
-        [r["task"], r["contestant"], r["state"], r["checks"] or "", _short(r["reason"])] for r in gate_rows(outcome)
-    ]
-    lines += _table(
-        "Gate (a contestant that has not passed gets no time)", "task contestant state checks reason", gates
-    )
-    counters = sorted({counter for r in cell_rows(outcome) for counter in r["joules_per_example"]})
+    title = "Gate (a contestant that has not passed gets no time)"
+    lines += _table(title, "task contestant state checks reason", gate_rows(outcome))
     cells = [
-        [
-            r["task"],
-            r["batch_size"],
-            r["contestant"],
-            r["state"] + (", disturbed" if r["disturbed"] else ""),
-            _number(r["step_ms"]),
-            _number(r["times_plain"], 2),
-            _number(r["epoch_seconds"]) + ("*" if r["extrapolated"] and r["epoch_seconds"] is not None else ""),
-            r["processes"] or "",
-            _number(r["memory_bytes"] and r["memory_bytes"] / 2**20, 1),
-            *(_number(r["joules_per_example"].get(counter)) for counter in counters),
-            _short(r["reason"]),
-        ]
-        for r in cell_rows(outcome)
+        r | {f"J/example, {c}": joules for c, joules in r["joules_per_example"].items()} for r in cell_rows(outcome)
     ]
-    joules = "".join(f"J/example,_{counter} " for counter in counters)
+    counters = sorted({column for r in cells for column in r if column.startswith("J/example")})
     title = f"Training steps (x plain: over {BASELINE}; *: extrapolated to the epoch from a part of its steps)"
-    lines += _table(title, f"task B contestant state ms/step x_plain s/epoch processes peak_MiB {joules}reason", cells)
-    layers = [
-        [
-            r["layer"],
-            r["batch_size"],
-            f"{r['contestant']} ({r['passes']})",
-            r["state"] + (", disturbed" if r["disturbed"] else ""),
-            _number(r["pass_ms"]),
-            _number(r["times_plain"], 2),
-            _number(r["memory_bytes"] and r["memory_bytes"] / 2**20, 1),
-            _short(r["reason"]),
-        ]
-        for r in layer_rows(outcome)
-    ]
-    lines += _table(
-        "Layers (a pass: forward and backward)", "layer B contestant state ms/pass x_plain peak_MiB reason", layers
-    )
-    searches = [
-        [
-            r["task"],
-            r["contestant"],
-            r["ended"],
-            _number(r["examples_per_second"]),
-            _number(r["memory_bytes"] and r["memory_bytes"] / 2**20, 1),
-        ]
-        for r in frontier_rows(outcome)
-    ]
-    lines += _table("Largest physical batch that fits", "task contestant largest examples/s peak_MiB", searches)
+    columns = "task B=batch_size contestant state ms/step=step_ms x_plain=times_plain s/epoch=epoch_seconds processes"
+    joules = "".join(f" {counter.replace(' ', '_')}" for counter in counters)
+    lines += _table(title, f"{columns} peak_MiB=memory_bytes{joules} reason", cells)
+    layers = [r | {"contestant": f"{r['contestant']} ({r['passes']})"} for r in layer_rows(outcome)]
+    columns = "layer B=batch_size contestant state ms/pass=pass_ms x_plain=times_plain peak_MiB=memory_bytes reason"
+    lines += _table("Layers (a pass: forward and backward)", columns, layers)
+    columns = "task contestant largest=ended examples/s=examples_per_second peak_MiB=memory_bytes"
+    lines += _table("Largest physical batch that fits", columns, frontier_rows(outcome))
     if outcome.not_begun:
         lines += ["", "Not begun when the time was over (the same command goes on here):"]
         lines += [f"  {name}" for name in outcome.not_begun]
@@ -350,20 +312,34 @@ def _sees(device: Mapping[str, Any]) -> str:
     )
 
 
-def _short(reason: str | None) -> str:
-    words = " ".join((reason or "").split())
-    return words if len(words) <= 100 else words[:99] + "…"
-
-
 def _number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return ""
     return f"{value:.{digits}g}" if digits > 2 else f"{value:.{digits}f}"
 
 
-def _table(title: str, header: str, rows: Iterable[Sequence[Any]]) -> list[str]:
-    cells = [[column.replace("_", " ") for column in header.split()], *([str(v) for v in row] for row in rows)]
-    if len(cells) == 1:
+def _shown(row: Mapping[str, Any], name: str) -> str:
+    """Return one value of a row for people; nothing where there is none."""
+    value = row.get(name)
+    if name == "state" and row.get("disturbed"):
+        return f"{value}, disturbed"
+    if name == "reason":
+        words = " ".join((value or "").split())
+        return words if len(words) <= 100 else words[:99] + "…"
+    if name == "memory_bytes":
+        return _number(value and value / 2**20, 1)
+    if name == "times_plain":
+        return _number(value, 2)
+    mark = "*" if name == "epoch_seconds" and row["extrapolated"] and value is not None else ""
+    return (_number(value) if isinstance(value, float) else str(value or "")) + mark
+
+
+def _table(title: str, columns: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table. ``columns``: the names of values, with their heads before them where those are others."""
+    if not rows:
         return []
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    parted = (column.replace("_", " ").partition("=")[0::2] for column in columns.split())
+    named = [(head, name.replace(" ", "_") or head) for head, name in parted]
+    cells = [[head for head, _ in named], *([_shown(row, name) for _, name in named] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(named))]
     return ["", title, *("  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)).rstrip() for row in cells)]
