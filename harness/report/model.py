@@ -41,6 +41,25 @@ class Grid:
     notes: tuple[str, ...] = ()
 
 
+def by_size(
+    title: str, cells: Mapping[tuple[str, int], str], notes: Sequence[str] = (), gap: str = "", head: str = "contestant"
+) -> Grid:
+    """Return a table with a row for each name, in the order of ``cells``, and a column for each batch size.
+
+    Args:
+        title: The table's.
+        cells: (name, batch size) -> text.
+        notes: Below the table.
+        gap: What an empty place means, as a further note where there is one.
+        head: What the names are of.
+    """
+    sizes = sorted({size for _, size in cells})
+    names = dict.fromkeys(name for name, _ in cells)
+    rows = tuple((name, *(cells.get((name, size), MISSING) for size in sizes)) for name in names)
+    meaning = [f"{MISSING} {gap}"] if gap and any(MISSING in row for row in rows) else []
+    return Grid(title, (head, *(f"batch {size}" for size in sizes)), rows, (*notes, *meaning))
+
+
 @dataclass(frozen=True)
 class Section:
     """One machine, device, protocol and isolation."""

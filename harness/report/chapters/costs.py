@@ -7,9 +7,6 @@ Every frame has the columns of :data:`harness.analysis.tidy.CELL`, so that a sec
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -285,7 +282,7 @@ def goals(tables: Tables) -> pd.DataFrame:
     """Training seconds, test accuracy and epsilon of every process whose accuracy was read, as medians over processes:
     seconds = start-up + steps x seconds per epoch / steps per epoch. ``reached``: the highest multiple of 5 % at or
     below its accuracy."""
-    places: dict[tuple[Any, ...], list[_Reached]] = {}
+    rows: list[dict[str, Any]] = []
     current = tables.raw[~tables.raw.superseded & (tables.raw.state == "ok") & tables.raw.seconds.notna()]
     columns = [*CELL, "private", "seconds", "extrapolated", "disturbed"]
     # Plain dictionaries: reading single places of a frame takes most of the time of a large report.
@@ -295,51 +292,26 @@ def goals(tables: Tables) -> pd.DataFrame:
             continue
         epochs = r.accuracy.after_steps / r.timed.steps_per_epoch
         start = 0.0 if r.compile_seconds is None else r.compile_seconds
-        reached = _Reached(
-            epochs=epochs,
-            test=r.accuracy.test,
-            seconds=start + epochs * row["seconds"],
-            start_seconds=start,
-            epsilon=math.nan if r.epsilon is None or r.epsilon.pld is None else r.epsilon.pld,
-            delta=math.nan if r.epsilon is None else r.epsilon.delta,
-            extrapolated=row["extrapolated"],
-            disturbed=row["disturbed"],
+        rows.append(
+            {
+                **row,
+                "after_steps": r.accuracy.after_steps,
+                "epochs": epochs,
+                "test": r.accuracy.test,
+                "seconds": start + epochs * row["seconds"],
+                "start_seconds": start,
+                "epsilon": math.nan if r.epsilon is None or r.epsilon.pld is None else r.epsilon.pld,
+                "delta": math.nan if r.epsilon is None else r.epsilon.delta,
+            }
         )
-        place = (*(row[c] for c in CELL), row["private"], r.accuracy.after_steps)
-        places.setdefault(place, []).append(reached)
-    return pd.DataFrame([_of_place(place, processes) for place, processes in places.items()])
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """Accuracy and epsilon that one process reached; NaN for an epsilon that nobody computed."""
-
-    epochs: float
-    test: float
-    seconds: float
-    start_seconds: float
-    epsilon: float
-    delta: float
-    extrapolated: bool
-    disturbed: bool
-
-
-def _of_place(place: Sequence[Any], processes: Sequence[_Reached]) -> dict[str, Any]:
-    def middle(name: str) -> float:
-        values = [value for p in processes if not math.isnan(value := getattr(p, name))]
-        return statistics.median(values) if values else math.nan
-
-    averaged = {name: middle(name) for name in ("epochs", "test", "seconds", "start_seconds", "epsilon", "delta")}
-    return {
-        **dict(zip([*CELL, "private", "after_steps"], place, strict=True)),
-        **averaged,
-        "low": min(p.seconds for p in processes),
-        "high": max(p.seconds for p in processes),
-        "n": len(processes),
-        "reached": math.floor(averaged["test"] / ACCURACY_STEP + 1e-9) * ACCURACY_STEP,
-        "extrapolated": any(p.extrapolated for p in processes),
-        "disturbed": any(p.disturbed for p in processes),
-    }
+    if not rows:
+        return pd.DataFrame()
+    processes = pd.DataFrame(rows).groupby([*CELL, "private", "after_steps"], sort=False)
+    found = processes[["epochs", "test", "seconds", "start_seconds", "epsilon", "delta"]].median()
+    found = found.assign(low=processes.seconds.min(), high=processes.seconds.max(), n=processes.size())
+    reached = np.floor(found.test / ACCURACY_STEP + 1e-9) * ACCURACY_STEP
+    marks = processes[["extrapolated", "disturbed"]].any()
+    return found.assign(reached=reached).join(marks).reset_index()
 
 
 def goals_grids(frame: pd.DataFrame) -> list[Grid]:

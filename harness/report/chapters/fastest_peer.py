@@ -12,7 +12,7 @@ from harness.analysis import frames, pairs
 from harness.analysis.frames import Tables
 from harness.analysis.naming import BASELINE_FRAMEWORK, factor
 from harness.analysis.tidy import PLACE, rows_of
-from harness.report.model import MISSING, Grid, Section, blocks, doubt_notes, doubts, task_title, usual
+from harness.report.model import Grid, Section, blocks, by_size, doubt_notes, doubts, task_title, usual
 from harness.tasks import TASKS
 
 PEER, WITHOUT_DP = "peer", "without DP"
@@ -67,11 +67,7 @@ def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
     for task, synthetic, of_task in blocks(section.of(numbers)):
         for against, group in of_task.groupby("against", sort=False):
             n = usual(group.n)
-            sizes = sorted(group.batch_size.unique())
-            cell = {(r.contestant, r.batch_size): _cell(r, n) for r in rows_of(group)}
-            rows = tuple(
-                (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
-            )
+            cells = {(r.contestant, r.batch_size): _cell(r, n) for r in rows_of(group)}
             notes = [
                 f"Mean of {n} paired rounds unless shown, against the one that leads in this cell; under "
                 "1 the contestant is the faster one."
@@ -88,9 +84,8 @@ def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
                 notes.append("PyTorch without DP: the faster of eager and compiled where both were measured.")
             if group.left_out.any():
                 notes.append("Rounds with a disturbed process are left out where two others remain.")
-            header = ("contestant", *(f"batch {size}" for size in sizes))
             title = f"{task_title(task, synthetic)}: {TITLES[str(against)]}"
-            yield Grid(title, header, rows, (*notes, *doubt_notes(group)))
+            yield by_size(title, cells, (*notes, *doubt_notes(group)))
 
 
 def _cell(row: Any, usual_n: int) -> str:

@@ -125,13 +125,9 @@ def published(tables: Tables, task: str, sizes: list[int]) -> Grid | None:
     frame = tables.published[(tables.published.task == task) & tables.published.batch_size.isin(sizes)]
     if frame.empty:
         return None
-    columns = sorted(frame.batch_size.unique())
-    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in rows_of(frame)}
-    rows = tuple(
-        (name, *(by_place.get((name, size), MISSING) for size in columns)) for name in dict.fromkeys(frame.paper_row)
-    )
+    cells = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in rows_of(frame)}
     title = f"{task_title(task, False)}: {PUBLISHED_LABEL} (another machine; median of 20 epochs of one process)"
-    return Grid(title, ("framework", *(f"batch {size}" for size in columns)), rows)
+    return model.by_size(title, cells, head="framework")
 
 
 @lru_cache(maxsize=64)
@@ -139,21 +135,15 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
     """Return seconds over those of PyTorch without DP, paired in blocks."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.ratios)):
-        sizes = sorted(group.batch_size.unique())
         n = usual(group.n)
-        cell = {(row.contestant, row.batch_size): _ratio_cell(row, n) for row in rows_of(group)}
-        rows = tuple(
-            (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
-        )
+        cells = {(row.contestant, row.batch_size): _ratio_cell(row, n) for row in rows_of(group)}
         notes = [f"Over {model.baselines(group)}; {model.rounds_note(group.n, 'brackets')}"]
         notes += doubt_notes(group, DISTURBED_PAIRS_NOTE)
         if group.left_out.sum():
             pairs = count(int(group.left_out.sum()), "pair", "pairs")
             notes.append(f"Left out: {pairs} with a disturbed process; such a ratio has no ᵈ, though its time has.")
-        if any(MISSING in row for row in rows):
-            notes.append(f"{MISSING} no block holds both.")
         title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP"
-        grids.append(Grid(title, ("contestant", *(f"batch {size}" for size in sizes)), rows, tuple(notes)))
+        grids.append(model.by_size(title, cells, notes, "no block holds both."))
     return grids
 
 
@@ -246,21 +236,16 @@ def values(
     (contestant, batch size) -> the state that stands in place of a value."""
     grids = []
     for task, synthetic, group in blocks(frame):
-        cell = dict(failed or {})
-        sizes = sorted({*group.batch_size, *(size for _, size in cell)})
         n = usual(group.n)
-        for row in rows_of(group):
-            spread = interval(row.low / scale, row.high / scale)
-            cell[row.contestant, row.batch_size] = (
-                number(row.median / scale) + spread + ("" if row.n == n else f" n={row.n}")
-            )
-        rows = tuple(
-            (name, *(cell.get((name, size), MISSING) for size in sizes))
-            for name in dict.fromkeys([*group.contestant, *(name for name, _ in cell)])
-        )
-        header = ("contestant", *(f"batch {size}" for size in sizes))
-        missing = (f"{MISSING} nothing recorded.",) if any(MISSING in row for row in rows) else ()
-        grids.append(Grid(f"{task_title(task, synthetic)}: {title}", header, rows, (*notes, spread_note(n), *missing)))
+        cells = {
+            (row.contestant, row.batch_size): number(row.median / scale)
+            + interval(row.low / scale, row.high / scale)
+            + ("" if row.n == n else f" n={row.n}")
+            for row in rows_of(group)
+        }
+        cells |= {place: state for place, state in (failed or {}).items() if place not in cells}
+        whole = f"{task_title(task, synthetic)}: {title}"
+        grids.append(model.by_size(whole, cells, (*notes, spread_note(n)), "nothing recorded."))
     return grids
 
 
