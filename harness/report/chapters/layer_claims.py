@@ -28,6 +28,7 @@ from harness.report.chapters.paper import (
     TOLERANCE,
     Measured,
     exactly,
+    measuring,
 )
 from harness.report.chapters.paper_claims import UNTESTABLE, here_over_paper, outcome, span, widened
 
@@ -137,76 +138,58 @@ def _factors(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
     return lambda source: source.factors(what, pair, rows)
 
 
-def _largest(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
+@measuring
+def _largest(source: Source, what: What, pair: Pair, rows: Sequence[str]) -> Iterable[Measured]:
     """Yield the largest factor of all these rows and batch sizes."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        found = source.factors(what, pair, rows)
-        if found:
-            top = max(found, key=lambda m: m.value)
-            yield Measured(("largest", 0), top.value, top.low, top.high)
-
-    return measure
+    found = source.factors(what, pair, rows)
+    if found:
+        top = max(found, key=lambda m: m.value)
+        yield Measured(("largest", 0), top.value, top.low, top.high)
 
 
-def _growth(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
+@measuring
+def _growth(source: Source, what: What, pair: Pair, rows: Sequence[str]) -> Iterable[Measured]:
     """Yield the factor at a row's largest batch size over the one at its smallest, a value per row."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        for row in rows:
-            found = source.factors(what, pair, (row,))
-            if len(found) > 1:
-                yield exactly((row, 0), found[-1].value / found[0].value)
-
-    return measure
+    for row in rows:
+        found = source.factors(what, pair, (row,))
+        if len(found) > 1:
+            yield exactly((row, 0), found[-1].value / found[0].value)
 
 
-def _own_share(rows: Sequence[str]) -> Measure:
+@measuring
+def _own_share(source: Source, rows: Sequence[str]) -> Iterable[Measured]:
     """Yield (own module / torch.nn) over (DP / own module): above 1 the module costs more than the DP."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        wrapped = {m.place: m.value for m in source.factors("runtime", "dp / own", rows)}
-        for m in source.factors("runtime", "own / module", rows):
-            if m.place in wrapped:
-                yield exactly(m.place, m.value / wrapped[m.place])
-
-    return measure
+    wrapped = {m.place: m.value for m in source.factors("runtime", "dp / own", rows)}
+    for m in source.factors("runtime", "own / module", rows):
+        if m.place in wrapped:
+            yield exactly(m.place, m.value / wrapped[m.place])
 
 
-def _weakening(what: What, pair: Pair, row: str) -> Measure:
+@measuring
+def _weakening(source: Source, what: What, pair: Pair, row: str) -> Iterable[Measured]:
     """Return growth of the factor per doubling of the batch at the large end divided by that at the small end. Below 1,
     it flattens out."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        found = source.factors(what, pair, (row,))
-        if len(found) > 2:
-            first, last = (
-                (b.value / a.value) ** (1 / math.log2(b.place[1] / a.place[1])) for a, b in (found[:2], found[-2:])
-            )
-            yield exactly((row, 0), last / first)
-
-    return measure
+    found = source.factors(what, pair, (row,))
+    if len(found) > 2:
+        first, last = (
+            (b.value / a.value) ** (1 / math.log2(b.place[1] / a.place[1])) for a, b in (found[:2], found[-2:])
+        )
+        yield exactly((row, 0), last / first)
 
 
-def _mean(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
+@measuring
+def _mean(source: Source, what: What, pair: Pair, rows: Sequence[str]) -> Iterable[Measured]:
     """Return the mean over all these rows and batch sizes."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        if found := source.factors(what, pair, rows):
-            yield exactly(("mean", 0), statistics.fmean(m.value for m in found))
-
-    return measure
+    if found := source.factors(what, pair, rows):
+        yield exactly(("mean", 0), statistics.fmean(m.value for m in found))
 
 
-def _mean_error(regime: law.Regime) -> Measure:
+@measuring
+def _mean_error(source: Source, regime: law.Regime) -> Iterable[Measured]:
     """Return the mean error of the predicted overhead over the cells of the embedding sweep of this regime."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        found = [m.value for (w, _, place), m in source.values.items() if w == "error" and place[0].startswith(regime)]
-        if found:
-            yield exactly(("mean", 0), statistics.fmean(found))
-
-    return measure
+    found = [m.value for (w, _, place), m in source.values.items() if w == "error" and place[0].startswith(regime)]
+    if found:
+        yield exactly(("mean", 0), statistics.fmean(found))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -211,6 +211,15 @@ def _first_over_ordinary(epochs: Sequence[float], median: float, compiling: floa
 
 Source = PaperTable | Records
 Measure = Callable[[Source], Iterable[Measured]]
+AnySource = TypeVar("AnySource")
+Subject = ParamSpec("Subject")
+
+
+def measuring(
+    measure: Callable[Concatenate[AnySource, Subject], Iterable[Measured]],
+) -> Callable[Subject, Callable[[AnySource], Iterable[Measured]]]:
+    """Return what takes what a measure is about, and returns the measure of any source."""
+    return lambda *subject, **named: lambda source: measure(source, *subject, **named)
 
 
 def _shared(source: Source, rows: Sequence[str], tasks: Sequence[str], sizes: Sequence[int] | None) -> list[Place]:
@@ -219,16 +228,15 @@ def _shared(source: Source, rows: Sequence[str], tasks: Sequence[str], sizes: Se
     return sorted(place for place in found if place[0] in tasks and (sizes is None or place[1] in sizes))
 
 
-def ratio(row: str, base: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
+@measuring
+def ratio(
+    source: Source, row: str, base: str, tasks: Sequence[str], sizes: Sequence[int] | None = None
+) -> Iterable[Measured]:
     """Yield seconds of ``row`` over seconds of ``base``."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        for place in _shared(source, (row, base), tasks, sizes):
-            found = source.ratio(row, base, place)
-            if found is not None:
-                yield found
-
-    return measure
+    for place in _shared(source, (row, base), tasks, sizes):
+        found = source.ratio(row, base, place)
+        if found is not None:
+            yield found
 
 
 def lead(row: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
@@ -241,101 +249,84 @@ def slowest(row: str, tasks: Sequence[str]) -> Measure:
     return _least(row, tasks, None, lambda source, other, place: source.ratio(row, other, place))
 
 
+@measuring
 def _least(
-    row: str, tasks: Sequence[str], sizes: Sequence[int] | None, ratio: Callable[[Source, str, Place], Measured | None]
-) -> Measure:
+    source: Source,
+    row: str,
+    tasks: Sequence[str],
+    sizes: Sequence[int] | None,
+    ratio: Callable[[Source, str, Place], Measured | None],
+) -> Iterable[Measured]:
     """Return the least ratio with any other DP row, place by place."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        for place in _shared(source, (row,), tasks, sizes):
-            others = [other for other in DP_ROWS if other != row and place in source.places(other)]
-            ratios = [ratio(source, other, place) for other in others]
-            if known := [one for one in ratios if one is not None]:
-                yield min(known, key=lambda one: one.value)
-
-    return measure
+    for place in _shared(source, (row,), tasks, sizes):
+        others = [other for other in DP_ROWS if other != row and place in source.places(other)]
+        ratios = [ratio(source, other, place) for other in others]
+        if known := [one for one in ratios if one is not None]:
+            yield min(known, key=lambda one: one.value)
 
 
-def order_of(tasks: Sequence[str], table: PaperTable) -> Measure:
+@measuring
+def order_of(source: Source, tasks: Sequence[str], table: PaperTable) -> Iterable[Measured]:
     """Yield share of the pairs of DP rows whose order is that of the paper's table, a value per task and batch size."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        everywhere = sorted(set.union(*(source.places(row) for row in DP_ROWS)))
-        for place in everywhere:
-            rows = [r for r in DP_ROWS if place in source.places(r) and place in table.places(r)]
-            pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :]]
-            if place[0] in tasks and len(rows) >= MINIMUM_RANKED:
-                same = [
-                    (source.seconds(a, place) < source.seconds(b, place))
-                    == (table.seconds(a, place) < table.seconds(b, place))
-                    for a, b in pairs
-                ]
-                yield exactly(place, float(np.mean(same)))
-
-    return measure
+    everywhere = sorted(set.union(*(source.places(row) for row in DP_ROWS)))
+    for place in everywhere:
+        rows = [r for r in DP_ROWS if place in source.places(r) and place in table.places(r)]
+        pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :]]
+        if place[0] in tasks and len(rows) >= MINIMUM_RANKED:
+            same = [
+                (source.seconds(a, place) < source.seconds(b, place))
+                == (table.seconds(a, place) < table.seconds(b, place))
+                for a, b in pairs
+            ]
+            yield exactly(place, float(np.mean(same)))
 
 
-def reduction(row: str, tasks: Sequence[str]) -> Measure:
+@measuring
+def reduction(source: Source, row: str, tasks: Sequence[str]) -> Iterable[Measured]:
     """Yield seconds at batch size 16 over those at 2048, a value per task."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        places = source.places(row)
-        for task in tasks:
-            if {(task, SMALLEST), (task, LARGEST)} <= places:
-                yield exactly((task, 0), source.seconds(row, (task, SMALLEST)) / source.seconds(row, (task, LARGEST)))
-
-    return measure
+    places = source.places(row)
+    for task in tasks:
+        if {(task, SMALLEST), (task, LARGEST)} <= places:
+            yield exactly((task, 0), source.seconds(row, (task, SMALLEST)) / source.seconds(row, (task, LARGEST)))
 
 
-def mean_reduction(row: str, tasks: Sequence[str] = ALL) -> Measure:
+@measuring
+def mean_reduction(source: Source, row: str, tasks: Sequence[str] = ALL) -> Iterable[Measured]:
     """Yield the mean of :func:`reduction` over the tasks, where each has it."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        values = [m.value for m in reduction(row, tasks)(source)]
-        if len(values) == len(tasks):
-            yield exactly(("mean", 0), float(np.mean(values)))
-
-    return measure
+    values = [m.value for m in reduction(row, tasks)(source)]
+    if len(values) == len(tasks):
+        yield exactly(("mean", 0), float(np.mean(values)))
 
 
-def first_epoch(row: str) -> Measure:
+@measuring
+def first_epoch(source: Source, row: str) -> Iterable[Measured]:
     """Yield largest first epoch over an ordinary one, of all tasks and batch sizes."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        found = {place: source.first_epoch(row, place) for place in sorted(source.places(row))}
-        known = {place: value for place, value in found.items() if value is not None}
-        if known:
-            place = max(known, key=lambda p: known[p])
-            yield exactly(place, known[place])
-
-    return measure
+    found = {place: source.first_epoch(row, place) for place in sorted(source.places(row))}
+    known = {place: value for place, value in found.items() if value is not None}
+    if known:
+        place = max(known, key=lambda p: known[p])
+        yield exactly(place, known[place])
 
 
-def strongest(rows: Sequence[str]) -> Measure:
+@measuring
+def strongest(source: Source, rows: Sequence[str]) -> Iterable[Measured]:
     """Least reduction from 16 to 2048 of these rows over the greatest of the others, a value per task; above 1 the
     effect is strongest for them."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        for task in ALL:
-            found = {row: m.value for row in PAPER_ORDER for m in reduction(row, (task,))(source)}
-            others = [value for row, value in found.items() if row not in rows]
-            if others and set(rows) <= set(found):
-                yield exactly((task, 0), min(found[row] for row in rows) / max(others))
-
-    return measure
+    for task in ALL:
+        found = {row: m.value for row in PAPER_ORDER for m in reduction(row, (task,))(source)}
+        others = [value for row, value in found.items() if row not in rows]
+        if others and set(rows) <= set(found):
+            yield exactly((task, 0), min(found[row] for row in rows) / max(others))
 
 
-def gap_beyond(row: str, base: str, tasks: Sequence[str]) -> Measure:
+@measuring
+def gap_beyond(source: Source, row: str, base: str, tasks: Sequence[str]) -> Iterable[Measured]:
     """Yield the gap ``row`` / ``base`` at each batch size beyond 2048 over the gap at 2048: under 1 it closes."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        for place in _shared(source, (row, base), tasks, BEYOND):
-            if place_at := _shared(source, (row, base), (place[0],), (LARGEST,)):
-                then, now = source.ratio(row, base, place_at[0]), source.ratio(row, base, place)
-                if then is not None and now is not None:
-                    yield exactly(place, now.value / then.value)
-
-    return measure
+    for place in _shared(source, (row, base), tasks, BEYOND):
+        if place_at := _shared(source, (row, base), (place[0],), (LARGEST,)):
+            then, now = source.ratio(row, base, place_at[0]), source.ratio(row, base, place)
+            if then is not None and now is not None:
+                yield exactly(place, now.value / then.value)
 
 
 ABOVE_ONE, BELOW_ONE = (1.0, math.inf), (0.0, 1.0)
