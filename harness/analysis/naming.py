@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.plan.registry import Framework, frameworks
+from harness.plan.registry import frameworks
 
 PAPER_ORDER = ("JAX (DP)", "PyTorch without DP", "Opacus", "BackPACK", "Custom TFP (XLA)", "PyVacy")
 """Rows of the paper's Table 1 from top to bottom."""
@@ -18,23 +18,20 @@ BASELINE_ROW = "PyTorch without DP"
 BASELINE_FRAMEWORK = "pytorch"
 
 
-def paper_rows(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
+def paper_rows() -> dict[str, str]:
     """Return contestant -> row of the paper's table that it stands for, as the framework's folder declares it."""
-    known = frameworks() if known is None else known
-    return {f"{f.name}-{v.name}": v.paper_row for f in known.values() for v in f.variants if v.paper_row}
+    return {f"{f.name}-{v.name}": v.paper_row for f in frameworks().values() for v in f.variants if v.paper_row}
 
 
-def twins(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
+def twins() -> dict[str, str]:
     """Private contestant -> the contestant that does the same without DP, as the framework's folder declares it."""
-    known = frameworks() if known is None else known
-    return {f"{f.name}-{v.name}": v.twin for f in known.values() for v in f.variants if v.twin}
+    return {f"{f.name}-{v.name}": v.twin for f in frameworks().values() for v in f.variants if v.twin}
 
 
-def titles(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
+def titles() -> dict[str, str]:
     """Return contestant -> its title, as the framework's folder declares it. A title that two of them share is left
     out."""
-    known = frameworks() if known is None else known
-    found = {f"{f.name}-{v.name}": v.title for f in known.values() for v in f.variants}
+    found = {f"{f.name}-{v.name}": v.title for f in frameworks().values() for v in f.variants}
     shared = {title for title, count in Counter(found.values()).items() if count > 1}
     return {name: title for name, title in found.items() if title not in shared}
 

@@ -94,9 +94,7 @@ def _reviews(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     tokens = np.empty((len(labels), imdb.LENGTH), dtype=np.int32)
     for label, tilt in enumerate((leaning, 1 / leaning)):
         rows = np.flatnonzero(labels == label)
-        cumulative = np.cumsum(weights * tilt)
-        drawn = rng.random((len(rows), imdb.LENGTH)) * cumulative[-1]
-        tokens[rows] = np.minimum(np.searchsorted(cumulative, drawn), len(ranks) - 1) + imdb.OFFSET + 1
+        tokens[rows] = words.drawn(rng, weights * tilt, (len(rows), imdb.LENGTH)) + imdb.OFFSET + 1
     tokens[rng.random(tokens.shape) < UNKNOWN_SHARE] = imdb.UNKNOWN
     lengths = np.exp(rng.normal(np.log(MEDIAN_LENGTH), LOG_LENGTH_DEVIATION, len(labels))).astype(int) + 1
     first = imdb.LENGTH - lengths[:, None]  # where the start token stands; negative where it was cut off
@@ -116,9 +114,7 @@ def _pieces(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     tokens[:, -1] = PIECE_END
     for label, tilt in enumerate((leaning, 1 / leaning)):
         rows = np.flatnonzero(labels == label)
-        cumulative = np.cumsum(weights * tilt)
-        drawn = rng.random((len(rows), imdb_wordpiece.LENGTH - 2)) * cumulative[-1]
-        tokens[rows, 1:-1] = np.minimum(np.searchsorted(cumulative, drawn), len(ranks) - 1) + FIRST_PIECE
+        tokens[rows, 1:-1] = words.drawn(rng, weights * tilt, (len(rows), imdb_wordpiece.LENGTH - 2)) + FIRST_PIECE
     return tokens
 
 
@@ -128,14 +124,12 @@ def _paragraphs(expected: Expected) -> Arrays:
     for split, shape in (("train", expected.train_shape), ("test", expected.test_shape)):
         rng = np.random.default_rng([SEED, len(brown.SOURCE.name), split == "test"])
         ranks = np.arange(1, brown.VOCABULARY_SIZE - brown.UNKNOWN)
-        cumulative = np.cumsum((ranks + ZIPF_SHIFT) ** -ZIPF_EXPONENT)
-        drawn = np.searchsorted(cumulative, rng.random(shape) * cumulative[-1])
-        words = np.minimum(drawn, len(ranks) - 1).astype(np.int32) + brown.UNKNOWN + 1
+        text = words.drawn(rng, (ranks + ZIPF_SHIFT) ** -ZIPF_EXPONENT, shape) + brown.UNKNOWN + 1
         lengths = np.clip(rng.exponential(MEAN_PARAGRAPH, shape[0]).astype(int), brown.SHORTEST, brown.LENGTH)
         is_own = np.arange(brown.LENGTH) < lengths[:, None]
-        before = np.concatenate([np.full((shape[0], 1), brown.START, np.int32), words[:, :-1]], axis=1)
+        before = np.concatenate([np.full((shape[0], 1), brown.START, np.int32), text[:, :-1]], axis=1)
         arrays[f"{split}_x"] = np.where(is_own, before, brown.PADDING).astype(np.int32)
-        arrays[f"{split}_y"] = np.where(is_own, words, brown.NOT_OWN).astype(np.int32)
+        arrays[f"{split}_y"] = np.where(is_own, text, brown.NOT_OWN).astype(np.int32)
     return arrays
 
 

@@ -37,19 +37,19 @@ def arrays(source: Source, seed: int) -> Arrays:
     ):
         rng = np.random.default_rng([seed, 1, split == "test"])
         if expected.label_shape:
-            text = _drawn(rng, weights, (size, tokens + 1))
+            text = drawn(rng, weights, (size, tokens + 1))
             found[f"{split}_x"], found[f"{split}_y"] = text[:, :-1], text[:, 1:]
             continue
         labels = rng.permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
         x = np.empty((size, tokens), dtype=np.int32)
         for label, tilt in enumerate((leaning, 1 / leaning)):
             rows = np.flatnonzero(labels == label)
-            x[rows] = _drawn(rng, weights * tilt, (len(rows), tokens))
+            x[rows] = drawn(rng, weights * tilt, (len(rows), tokens))
         found[f"{split}_x"], found[f"{split}_y"] = x, labels
     return found
 
 
-def _drawn(rng: np.random.Generator, weights: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+def drawn(rng: np.random.Generator, weights: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Return int32 ids, each as often as its weight says."""
     cumulative = np.cumsum(weights)
     ids = np.searchsorted(cumulative, rng.random(shape) * cumulative[-1])
