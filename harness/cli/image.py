@@ -11,7 +11,7 @@ from harness.cli.verbs import Verbs
 from harness.errors import BadInput
 
 app = typer.Typer(
-    cls=Verbs, no_args_is_help=True, help="Lock, build, list, verify and remove the frameworks' container images."
+    cls=Verbs, no_args_is_help=True, help="Lock, build, list and verify the frameworks' container images."
 )
 
 Device = Annotated[str, typer.Option(help="Each device has its own locks, base and images.", metavar="cpu|cuda")]
@@ -168,29 +168,3 @@ def image_sweep(as_json: Json = False) -> None:
     from harness.environments.containers import engine
 
     listing.table("Removed", [{"removed": name} for name in engine.sweep(engine.connect())], as_json)
-
-
-@app.command("remove", short_help="Remove images.")
-def image_remove(
-    names: Annotated[list[str] | None, typer.Argument(help="Frameworks.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All images of frameworks, and the bases.")] = False,
-    device: Device = "cpu",
-    as_json: Json = False,
-) -> None:
-    """Remove images, and whatever killed runs have left on the engine."""
-    from harness.cli import listing
-    from harness.environments.containers import engine, images
-
-    _check(device)
-    if not names and not everything:
-        raise BadInput("image remove was given no framework: name one, or say --all.")
-    on = engine.connect()
-    tags = None if everything else {images.tag_of(f, device) for f in _chosen(names).values()}
-    rows = [{"removed": name} for name in engine.sweep(on)]
-    for image in images.existing(on):
-        if tags is None or image.tag in tags:
-            images.remove(on, image.tag)
-            rows.append({"removed": image.tag})
-    if everything:
-        rows += [{"removed": tag} for tag in images.remove_bases(on)]
-    listing.table("Removed", rows, as_json)

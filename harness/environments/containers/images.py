@@ -352,16 +352,6 @@ def remove(on: Engine, tag: str) -> None:
         on.client.images.remove(tag, force=True)
 
 
-def remove_bases(on: Engine) -> list[str]:
-    """Return the tags of bases that were removed."""
-    with engine.errors():
-        found = [*on.client.images.list(BASE_TAG), *on.client.images.list(DEBOOTSTRAP)]
-        tags = sorted({tag for image in found for tag in image.tags})
-    for tag in tags:
-        remove(on, tag)
-    return tags
-
-
 VERIFIER = """
 import base64, hashlib, importlib.metadata as m, json, pathlib, sys
 root = pathlib.Path("/opt/env")
