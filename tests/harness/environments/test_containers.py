@@ -308,13 +308,6 @@ def test_verify_sees_a_changed_file_and_a_missing_package(world: tuple[Engine, A
             on.client.images.remove(changed.id, force=True)
 
 
-def test_without_an_engine_there_is_one_sentence(cells: Cells, tmp_path: Path) -> None:
-    cells.environment[engine.HOST] = f"unix://{tmp_path}/no.sock"
-    done = cells.run("honest")
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert "No container engine answers" in done.stderr and "--isolation venv" in done.stderr
-
-
 def test_doctor_says_what_the_engine_is(cells: Cells) -> None:
     def rows() -> dict[str, dict[str, str]]:
         command = [sys.executable, "-m", "harness", "doctor", "--json"]

@@ -400,12 +400,6 @@ def test_the_page_opens_where_most_times_are_sound(browser, tmp_path):
     opened.context.close()
 
 
-def test_at_most_six_contestants_are_in_colour():
-    records = [factory.record(framework=f"framework{i}", variant="one", private=i != 1, round=0) for i in range(20)]
-    contestants = page._data(contents.build(records).tables)["contestants"]
-    assert sum(not c["grey"] for c in contestants) == 6, "more colours nobody can follow"
-
-
 def test_the_figures_of_other_chapters_are_part_of_the_page(tmp_path, report):
     written = output.write_report(
         contents.build(factory.quick_run(rounds=1, tasks=("mnist-cnn",), batch_sizes=(64,))),

@@ -1,9 +1,8 @@
-"""Loading: everything that may lie in a folder, and how long 10,000 records take."""
+"""Loading: everything that may lie in a folder."""
 
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -91,21 +90,6 @@ def test_no_folder_and_no_record_are_told_apart(tmp_path):
         read.load(tmp_path)
     with pytest.raises(BadInput, match="no end-to-end records"):
         frames.build([])
-
-
-def test_ten_thousand_records_load_and_summarise_in_time(tmp_path):
-    run: list = []
-    while len(run) < 10_000:
-        run += factory.quick_run(seed=len(run), run=f"run-{len(run)}")
-    factory.write(run[:10_000], tmp_path)
-    start = time.process_time()
-    loaded = read.load(tmp_path)
-    seconds = time.process_time() - start
-    assert len(loaded) == 10_000
-    assert seconds < 5.0, f"{seconds:.1f} s"
-    start = time.process_time()
-    frames.build(loaded, factory.PAPER_ROWS)
-    assert time.process_time() - start < 15.0
 
 
 def test_a_packed_run_does_not_name_the_home_folder(tmp_path, monkeypatch):
