@@ -14,8 +14,8 @@ import pandas as pd
 
 from harness.analysis import stats
 from harness.analysis.frames import Tables
-from harness.analysis.naming import machine_slug, number, slug, where
-from harness.analysis.tidy import SECTION
+from harness.analysis.naming import factor, machine_slug, number, slug, where
+from harness.analysis.tidy import SECTION, rows_of
 from harness.store.record import Record
 from harness.tasks import TASKS
 
@@ -56,8 +56,32 @@ def by_size(
     sizes = sorted({size for _, size in cells})
     names = dict.fromkeys(name for name, _ in cells)
     rows = tuple((name, *(cells.get((name, size), MISSING) for size in sizes)) for name in names)
-    meaning = [f"{MISSING} {gap}"] if gap and any(MISSING in row for row in rows) else []
-    return Grid(title, (head, *(f"batch {size}" for size in sizes)), rows, (*notes, *meaning))
+    return _noted(Grid(title, (head, *(f"batch {size}" for size in sizes)), rows, tuple(notes)), gap)
+
+
+def listed(
+    title: str,
+    frame: pd.DataFrame,
+    columns: Mapping[str, Callable[[Any], str]],
+    notes: Sequence[str] = (),
+    gap: str = "",
+) -> Grid:
+    """Return a table with a row for each row of a frame.
+
+    Args:
+        title: The table's.
+        frame: What it shows.
+        columns: Head of a column -> what makes its text of a row.
+        notes: Below the table.
+        gap: As :func:`by_size` has it.
+    """
+    rows = tuple(tuple(text(row) for text in columns.values()) for row in rows_of(frame))
+    return _noted(Grid(title, tuple(columns), rows, tuple(notes)), gap)
+
+
+def _noted(grid: Grid, gap: str) -> Grid:
+    is_missing = gap and any(MISSING in row for row in grid.rows)
+    return replace(grid, notes=(*grid.notes, f"{MISSING} {gap}")) if is_missing else grid
 
 
 @dataclass(frozen=True)
@@ -253,6 +277,17 @@ def doubt_notes(frame: pd.DataFrame, disturbed: str = DISTURBED_NOTE) -> list[st
 def interval(low: float, high: float) -> str:
     """Return bounds in brackets behind their number; nothing where there are none."""
     return "" if math.isnan(low) else f" [{number(low)}, {number(high)}]"
+
+
+def bracketed(value: float) -> str:
+    """Return a number in parentheses behind another; nothing where there is none."""
+    return "" if math.isnan(value) else f" ({number(value)})"
+
+
+def times(ratio: float, low: float = math.nan, high: float = math.nan, marks: str = "") -> str:
+    """Return a ratio with its marks and bounds as far as there are some; MISSING for NaN."""
+    bounds = "" if math.isnan(low) else f" [{factor(low)}, {factor(high)}]"
+    return MISSING if math.isnan(ratio) else f"{factor(ratio)}×{marks}{bounds}"
 
 
 def spread_note(n: int, unless: str = "unless shown") -> str:

@@ -7,6 +7,7 @@ Every frame has the columns of :data:`harness.analysis.tidy.CELL`, so that a sec
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -240,23 +241,16 @@ def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
     """Return a table per task of start-up and of when it pays."""
     grids = []
     for task, synthetic, group in model.blocks(frame):
-        rows = tuple(
-            (
-                r.contestant,
-                str(r.batch_size),
-                number(r.start_seconds),
-                number(r.epoch_seconds) + model.doubts(r),
-                f"{factor(r.first_over_ordinary)}×",
-                _pays(r.sibling, r.sibling_epochs),
-                _pays(r.rival, r.rival_epochs),
-                str(r.n),
-            )
-            for r in rows_of(group)
-        )
-        header = (
-            *("contestant", "batch", "start s", "epoch s", "first / ordinary"),
-            *("pays, own framework", "pays, all", "n"),
-        )
+        columns: dict[str, Callable[[Any], str]] = {
+            "contestant": lambda r: r.contestant,
+            "batch": lambda r: str(r.batch_size),
+            "start s": lambda r: number(r.start_seconds),
+            "epoch s": lambda r: number(r.epoch_seconds) + model.doubts(r),
+            "first / ordinary": lambda r: model.times(r.first_over_ordinary),
+            "pays, own framework": lambda r: _pays(r.sibling, r.sibling_epochs),
+            "pays, all": lambda r: _pays(r.rival, r.rival_epochs),
+            "n": lambda r: str(r.n),
+        }
         notes = [
             "Start: compilation and warm-up less the same number of ordinary steps. First / ordinary: the first epoch "
             "with the start-up over one without.",
@@ -266,9 +260,8 @@ def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
             f"{WORTH_PAYING:g} s itself. Medians of n processes, no interval.",
             *model.doubt_notes(group),
         ]
-        grids.append(
-            Grid(f"{model.task_title(task, synthetic)}: start-up and when it pays", header, rows, tuple(notes))
-        )
+        title = f"{model.task_title(task, synthetic)}: start-up and when it pays"
+        grids.append(model.listed(title, group, columns, notes))
     return grids
 
 
@@ -324,24 +317,17 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
         shown = group.assign(there=group.test >= target - 1e-9).sort_values(
             ["there", "seconds"], ascending=[False, True], kind="stable"
         )
-        rows = tuple(
-            (
-                r.contestant,
-                str(r.batch_size),
-                "yes" if r.there else "no",
-                number(r.seconds) + model.doubts(r) + model.interval(r.low, r.high),
-                number(r.start_seconds),
-                number(r.epochs),
-                f"{r.test:.1%}",
-                MISSING if math.isnan(r.epsilon) else f"{r.epsilon:.3g}",
-                str(r.n),
-            )
-            for r in rows_of(shown)
-        )
-        header = (
-            *("contestant", "batch", f"reached {target:.0%}", "seconds", "of them start", "epochs"),
-            *("accuracy", "ε", "n"),
-        )
+        columns: dict[str, Callable[[Any], str]] = {
+            "contestant": lambda r: r.contestant,
+            "batch": lambda r: str(r.batch_size),
+            f"reached {target:.0%}": lambda r: "yes" if r.there else "no",
+            "seconds": lambda r: number(r.seconds) + model.doubts(r) + model.interval(r.low, r.high),
+            "of them start": lambda r: number(r.start_seconds),
+            "epochs": lambda r: number(r.epochs),
+            "accuracy": lambda r: f"{r.test:.1%}",
+            "ε": lambda r: MISSING if math.isnan(r.epsilon) else f"{r.epsilon:.3g}",
+            "n": lambda r: str(r.n),
+        }
         deltas = sorted(set(group.delta.dropna()))
         notes = [
             "Seconds of training, start-up included, until the accuracy was read (median of the processes [lowest, "
@@ -354,7 +340,7 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
             *model.doubt_notes(group),
         ]
         title = f"{model.task_title(task, synthetic)}: seconds to {target:.0%} test accuracy, and the ε spent"
-        grids.append(Grid(title, header, rows, tuple(notes)))
+        grids.append(model.listed(title, shown, columns, notes))
     return grids
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,28 +158,16 @@ def _slope(fits: pd.DataFrame) -> float | None:
 def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
     on_cuda = group.device.iloc[0] == "cuda"
     n = model.usual(group[group.n > 0].n)
-    header = (
-        "contestant",
-        "largest batch",
-        "does not fit",
-        "peak MiB",
-        "KiB an example",
-        "examples / s",
-        "start-up MiB",
-    )
-    rows = tuple(
-        (
-            r.contestant,
-            _batch(r),
-            MISSING if pd.isna(r.misfit) else f"{r.misfit:.0f}",
-            _scaled(r.peak_bytes, MEBIBYTE),
-            # A peak that micro-batches bound does not fall with the batch; a slope below 0 is the allocator's noise.
-            "≤ 0" if r.bytes_per_example <= 0 else _scaled(r.bytes_per_example, 1024),
-            _rate(r, n),
-            _scaled(r.start_up_bytes, MEBIBYTE),
-        )
-        for r in rows_of(group)
-    )
+    columns: dict[str, Callable[[Any], str]] = {
+        "contestant": lambda r: r.contestant,
+        "largest batch": _batch,
+        "does not fit": lambda r: MISSING if pd.isna(r.misfit) else f"{r.misfit:.0f}",
+        "peak MiB": lambda r: number(r.peak_bytes / MEBIBYTE),
+        # A peak that micro-batches bound does not fall with the batch; a slope below 0 is the allocator's noise.
+        "KiB an example": lambda r: "≤ 0" if r.bytes_per_example <= 0 else number(r.bytes_per_example / 1024),
+        "examples / s": lambda r: _rate(r, n),
+        "start-up MiB": lambda r: number(r.start_up_bytes / MEBIBYTE),
+    }
     budget = number(group.budget_bytes.iloc[0] / MEBIBYTE)
     notes = [
         f"Budget: {budget} MiB "
@@ -192,7 +180,7 @@ def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
     ]
     if group.disturbed.any():
         notes.append(model.DISTURBED_NOTE)
-    return Grid(f"{model.task_title(task, synthetic)}: largest physical batch", header, rows, tuple(notes))
+    return model.listed(f"{model.task_title(task, synthetic)}: largest physical batch", group, columns, notes)
 
 
 def _batch(row: Any) -> str:
@@ -216,10 +204,6 @@ def endings(group: pd.DataFrame) -> Iterable[str]:
     for r in rows_of(group[group.not_again.str.len() > 0]):
         sizes = ", ".join(f"{size:.0f}" for size in r.not_again)
         yield f"{r.contestant}: {sizes} fitted in the search and did not in a further process."
-
-
-def _scaled(value: float, scale: float) -> str:
-    return MISSING if pd.isna(value) else number(value / scale)
 
 
 def _rate(row: Any, usual_n: int) -> str:

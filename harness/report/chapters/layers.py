@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -151,10 +151,11 @@ def _paper_layout(
             for column in (f"nn_module_{unit}", f"dp_module_{unit}", f"gsm_module_{unit}", "dp_factor")
         ]
         over = math.nan if three[0] is None or three[2] is None else three[2][value] / three[0][value]
-        rows.append(
-            (r["layer"], str(r["batch_size"]), *(_number(c, value, scale) for c in three), _times(over), *published)
-        )
-        medians.append((r["layer"], str(r["batch_size"]), *(_timed(c, n) for c in three), _factor(r, "runtime")))
+        name, size = r["layer"], str(r["batch_size"])
+        rows.append((name, size, *(_number(c, value, scale) for c in three), model.times(over), *published))
+        if what == "runtime":
+            ratio = model.times(r["runtime"], r["runtime_low"], r["runtime_high"])
+            medians.append((name, size, *(_timed(c, n) for c in three), ratio))
     notes = tuple(_notes(what, cells, contestant, passes, n))
     head = ("layer", "batch", "torch.nn", "own module", "DP", "factor")
     old_head = tuple(f"paper: {name}" for name in ("nn.module", "DPModule", "GSM", "factor"))
@@ -183,14 +184,6 @@ def _timed(cell: Mapping[str, Any] | None, usual_n: int) -> str:
     spread = f" [{number(cell['low_ms'])}, {number(cell['high_ms'])}]"
     other = "" if cell["n"] == usual_n else f" n={cell['n']}"
     return f"{number(cell['median_ms'])}{'ᵈ' if cell['disturbed'] else ''}{spread}{other}"
-
-
-def _factor(r: Mapping[str, Any], what: str) -> str:
-    if math.isnan(r[what]):
-        return MISSING
-    if what == "memory" or math.isnan(r["runtime_low"]):
-        return f"{factor(r[what])}×"
-    return f"{factor(r['runtime'])}× [{factor(r['runtime_low'])}, {factor(r['runtime_high'])}]"
 
 
 def _notes(what: str, cells: pd.DataFrame, contestant: str, passes: str, n: int) -> Iterator[str]:
@@ -234,7 +227,7 @@ def _side_by_side(factors: pd.DataFrame, private: Sequence[tuple[str, str]], lef
                 (
                     layer,
                     str(size),
-                    *(_times(by_place.get((layer, size, name), {}).get(what, math.nan)) for name in names),
+                    *(model.times(by_place.get((layer, size, name), {}).get(what, math.nan)) for name in names),
                 )
                 for layer, size in places
             )
@@ -269,7 +262,7 @@ def _reproduction(cells: pd.DataFrame) -> Iterator[Grid]:
         return
     measured = list(factors.columns[5:])
     rows = tuple(
-        (str(r["layer"]), str(r["batch_size"]), *(_times(r[c]) for c in factors.columns[2:]))
+        (str(r["layer"]), str(r["batch_size"]), *(model.times(r[c]) for c in factors.columns[2:]))
         for r in factors.to_dict("records")
     )
     notes = (
@@ -282,59 +275,41 @@ def _reproduction(cells: pd.DataFrame) -> Iterator[Grid]:
     yield Grid("The paper's largest memory factors, then and now", header, rows, notes)
 
 
-def _times(value: float) -> str:
-    return MISSING if math.isnan(value) else f"{factor(value)}×"
-
-
 def _sweep(swept: pd.DataFrame) -> Iterator[Grid]:
     for (contestant, passes), group in swept[swept.column == "dp"].groupby(["contestant", "passes"], sort=False):
-        rows = tuple(
-            (
-                str(r["num_embeddings"]),
-                number(r["L_over_C"]),
-                MISSING if math.isnan(r["paper_L_over_C"]) else f"{r['paper_L_over_C']:,g}",
-                str(r["batch_size"]),
-                _factor(r, "runtime"),
-                _factor(r, "memory"),
-                f"{factor(r['predicted_overhead'])}×",
-                f"{r['overhead_error']:+.0%}" if r["materialises"] and not math.isnan(r["overhead_error"]) else MISSING,
-                r["regime"],
-            )
-            for r in group.sort_values(["num_embeddings", "batch_size"]).to_dict("records")
-        )
-        header = (
-            "embeddings",
-            "L/C",
-            "paper: L/C",
-            "batch",
-            "runtime",
-            "memory",
-            "predicted memory",
-            "error",
-            "regime",
-        )
+        columns: dict[str, Callable[[Any], str]] = {
+            "embeddings": lambda r: str(r.num_embeddings),
+            "L/C": lambda r: number(r.L_over_C),
+            "paper: L/C": lambda r: MISSING if math.isnan(r.paper_L_over_C) else f"{r.paper_L_over_C:,g}",
+            "batch": lambda r: str(r.batch_size),
+            "runtime": lambda r: model.times(r.runtime, r.runtime_low, r.runtime_high),
+            "memory": lambda r: model.times(r.memory),
+            "predicted memory": lambda r: model.times(r.predicted_overhead),
+            "error": lambda r: (
+                MISSING if not r.materialises or math.isnan(r.overhead_error) else f"{r.overhead_error:+.0%}"
+            ),
+            "regime": lambda r: r.regime,
+        }
         note = (
             "Factors over torch.nn. Predicted: (bC + (1 + b)L) / (bC + 2L), the paper's law; error: over measured, "
             "only of contestants that hold a gradient per example. The paper's L/C counts whole blocks of 512 bytes, "
             "which CUDA's allocator takes for small tensors."
         )
-        yield Grid(f"{contestant} ({passes}): embedding sweep", header, rows, (note, _rounds_note(group)))
+        rows = group.sort_values(["num_embeddings", "batch_size"])
+        yield model.listed(f"{contestant} ({passes}): embedding sweep", rows, columns, (note, _rounds_note(group)))
 
 
 def _errors(errors: pd.DataFrame) -> Iterator[Grid]:
     if errors.empty:
         return
-    rows = tuple(
-        (
-            f"{r.contestant} ({r.passes})",
-            r.regime,
-            _signed(r.error, r.error_sd),
-            _signed(r.approximate_error, r.approximate_sd),
-            str(r.n),
-            memory.QUOTED_ERRORS.get(r.regime, MISSING),
-        )
-        for r in rows_of(errors)
-    )
+    columns: dict[str, Callable[[Any], str]] = {
+        "contestant": lambda r: f"{r.contestant} ({r.passes})",
+        "regime": lambda r: r.regime,
+        "error": lambda r: _signed(r.error, r.error_sd),
+        "approximated": lambda r: _signed(r.approximate_error, r.approximate_sd),
+        "cells": lambda r: str(r.n),
+        "the paper's text": lambda r: memory.QUOTED_ERRORS.get(r.regime, MISSING),
+    }
     notes = (
         "How far the paper's law over- (+) or underestimates (-) the memory overhead, mean ± standard deviation. "
         f"Approximated: by the paper's formula of the regime; << and >> are read as a factor of {law.FAR:g}, which it "
@@ -343,8 +318,7 @@ def _errors(errors: pd.DataFrame) -> Iterator[Grid]:
         "its 23.3 % can be approached: the embedding rows of its Table 3 alone give "
         f"{_published_embedding()}.",
     )
-    header = ("contestant", "regime", "error", "approximated", "cells", "the paper's text")
-    yield Grid("Over- and underestimates of the memory overhead", header, rows, notes)
+    yield model.listed("Over- and underestimates of the memory overhead", errors, columns, notes)
 
 
 def _published_embedding() -> str:
@@ -434,7 +408,7 @@ def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
                 r.measured or MISSING,
                 f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
                 str(r.n) if r.cells and r.n else MISSING,
-                _times(r.here_over_paper),
+                model.times(r.here_over_paper),
                 r.outcome,
             )
             for r in rows_of(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -179,27 +179,18 @@ def overheads(tables: Tables, section: Section) -> list[Grid]:
     apart."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.overheads)):
-        rows = tuple(
-            (
-                r.contestant,
-                r.twin,
-                str(r.batch_size),
-                *(
-                    f"{factor(value)}×" + ("" if math.isnan(low) else f" [{factor(low)}, {factor(high)}]")
-                    for value, low, high in (
-                        (r.framework, r.framework_low, r.framework_high),
-                        (r.dp, r.dp_low, r.dp_high),
-                        (r.total, r.total_low, r.total_high),
-                    )
-                ),
-                _compiling(r.compile, r.seconds),
-                MISSING if math.isnan(r.compile_twin) else number(r.compile_twin),
-                str(r.n),
-                doubts(r),
-            )
-            for r in rows_of(group)
-        )
-        header = ("contestant", "twin", "batch", "framework", "DP", "total", "compile s (in epochs)", "of the twin")
+        columns: dict[str, Callable[[Any], str]] = {
+            "contestant": lambda r: r.contestant,
+            "twin": lambda r: r.twin,
+            "batch": lambda r: str(r.batch_size),
+            "framework": lambda r: model.times(r.framework, r.framework_low, r.framework_high),
+            "DP": lambda r: model.times(r.dp, r.dp_low, r.dp_high),
+            "total": lambda r: model.times(r.total, r.total_low, r.total_high),
+            "compile s (in epochs)": lambda r: number(r.compile) + model.bracketed(r.compile / r.seconds),
+            "of the twin": lambda r: number(r.compile_twin),
+            "n": lambda r: str(r.n),
+            "": doubts,
+        }
         base = group.baseline.iloc[0]
         notes = [
             f"Framework: the twin (the same without DP) over {base}. DP: the contestant over its twin. Total: the "
@@ -212,17 +203,12 @@ def overheads(tables: Tables, section: Section) -> list[Grid]:
             notes.append("Rounds with a disturbed process are left out where two others remain.")
         notes += doubt_notes(group)
         title = f"{task_title(task, synthetic)}: what the overhead is made of"
-        grids.append(Grid(title, (*header, "n", ""), rows, tuple(notes)))
+        grids.append(model.listed(title, group, columns, notes))
     return grids
 
 
-def _compiling(seconds: float, epoch: float) -> str:
-    return MISSING if math.isnan(seconds) else f"{number(seconds)} ({number(seconds / epoch)})"
-
-
 def _ratio_cell(row: Any, usual_n: int) -> str:
-    bounds = "" if math.isnan(row.low) else f" [{factor(row.low)}, {factor(row.high)}]"
-    return f"{factor(row.ratio)}×{doubts(row)}{bounds}" + ("" if row.n == usual_n else f" n={row.n}")
+    return model.times(row.ratio, row.low, row.high, doubts(row)) + ("" if row.n == usual_n else f" n={row.n}")
 
 
 def values(
@@ -344,28 +330,17 @@ def privacy(tables: Tables, section: Section) -> list[Grid]:
     """Return a table per task of the ε that was spent."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.privacy)):
-        rows = tuple(
-            (
-                r.contestant,
-                str(r.batch_size),
-                str(r.steps),
-                f"{r.delta:g}",
-                *(_measure(v, 4) for v in (r.rdp, r.pld, r.own)),
-            )
-            for r in rows_of(group)
-        )
-        header = ("contestant", "batch", "steps", "δ", "ε (RDP)", "ε (PLD)", "ε (its own)")
-        note = (
-            f"{MISSING} void: the protocol does not sample as the accountant assumes, or the library has no accountant."
-        )
-        grids.append(
-            Grid(
-                f"{task_title(task, synthetic)}: privacy spent",
-                header,
-                rows,
-                (note,) if any(MISSING in row for row in rows) else (),
-            )
-        )
+        columns: dict[str, Callable[[Any], str]] = {
+            "contestant": lambda r: r.contestant,
+            "batch": lambda r: str(r.batch_size),
+            "steps": lambda r: str(r.steps),
+            "δ": lambda r: f"{r.delta:g}",
+            "ε (RDP)": lambda r: _measure(r.rdp, 4),
+            "ε (PLD)": lambda r: _measure(r.pld, 4),
+            "ε (its own)": lambda r: _measure(r.own, 4),
+        }
+        gap = "void: the protocol does not sample as the accountant assumes, or the library has no accountant."
+        grids.append(model.listed(f"{task_title(task, synthetic)}: privacy spent", group, columns, gap=gap))
     return grids
 
 
@@ -373,19 +348,15 @@ def accuracy(tables: Tables, section: Section) -> list[Grid]:
     """Return a table per task of the test accuracy."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.accuracy)):
-        rows = tuple(
-            (
-                r.contestant,
-                str(r.batch_size),
-                str(r.after_steps),
-                f"{r.median:.2%}",
-                MISSING if math.isnan(r.low) else f"{r.low:.2%} – {r.high:.2%}",
-                str(r.n),
-            )
-            for r in rows_of(group)
-        )
-        header = ("contestant", "batch", "after steps", "median test accuracy", "lowest – highest", "n")
-        grids.append(Grid(f"{task_title(task, synthetic)}: accuracy", header, rows))
+        columns: dict[str, Callable[[Any], str]] = {
+            "contestant": lambda r: r.contestant,
+            "batch": lambda r: str(r.batch_size),
+            "after steps": lambda r: str(r.after_steps),
+            "median test accuracy": lambda r: f"{r.median:.2%}",
+            "lowest – highest": lambda r: MISSING if math.isnan(r.low) else f"{r.low:.2%} – {r.high:.2%}",
+            "n": lambda r: str(r.n),
+        }
+        grids.append(model.listed(f"{task_title(task, synthetic)}: accuracy", group, columns))
     return grids
 
 

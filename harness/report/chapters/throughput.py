@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pandas as pd
 
 from harness.analysis import energy
 from harness.analysis.frames import Tables
-from harness.analysis.naming import factor, number
-from harness.analysis.tidy import CELL, rows_of
+from harness.analysis.naming import number
+from harness.analysis.tidy import CELL
 from harness.report.chapters import costs
 from harness.report.chapters.tables import seconds_notes
-from harness.report.model import MISSING, Grid, Section, blocks, task_title
+from harness.report.model import MISSING, Grid, Section, blocks, listed, task_title, times
 from harness.tasks import TASKS, TOKEN_LOSS
 
 
@@ -72,29 +73,16 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
     for task, synthetic, group in blocks(shown):
         counters = [c for c in group.columns if c.startswith(JOULES) and group[c].notna().any()]
         has_tokens, has_peak = (bool(group[c].notna().any()) for c in ("tokens_per_second", "utilisation"))
-        rows = tuple(
-            (
-                r.contestant,
-                str(r.batch_size),
-                number(r.examples_per_second),
-                *([number(r.tokens_per_second)] if has_tokens else []),
-                *([_percent(r.utilisation)] if has_peak else []),
-                *(MISSING if pd.isna(getattr(r, c)) else number(getattr(r, c)) for c in counters),
-                _ratio(r.over_twin, r.twin_low, r.twin_high),
-                r.twin if isinstance(r.twin, str) else MISSING,
-            )
-            for r in rows_of(group)
-        )
-        joules = [f"J/example, {c.removeprefix(JOULES)}" for c in counters]
-        header = (
-            "contestant",
-            "batch",
-            "examples/s",
-            *(["tokens/s"] if has_tokens else []),
-            *(["of peak"] if has_peak else []),
-            *joules,
-        )
-        header += ("time over twin", "twin")
+        columns: dict[str, Callable[[Any], str]] = {
+            "contestant": lambda r: r.contestant,
+            "batch": lambda r: str(r.batch_size),
+            "examples/s": lambda r: number(r.examples_per_second),
+            **({"tokens/s": lambda r: number(r.tokens_per_second)} if has_tokens else {}),
+            **({"of peak": lambda r: _percent(r.utilisation)} if has_peak else {}),
+            **{f"J/example, {c.removeprefix(JOULES)}": lambda r, c=c: number(getattr(r, c)) for c in counters},
+            "time over twin": lambda r: times(r.over_twin, r.twin_low, r.twin_high),
+            "twin": lambda r: r.twin if isinstance(r.twin, str) else MISSING,
+        }
         notes = ["From the median seconds per epoch. The twin is the same without DP; paired in blocks, 95 % interval."]
         if has_tokens:
             notes.append(f"Tokens: {TASKS[task].tokens} positions of every example, padding included.")
@@ -104,22 +92,16 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
                 "was measured on this machine with the same threads (model FLOP utilisation). What DP computes besides "
                 "is not counted."
             )
-        if joules:
+        if counters:
             notes.append(
                 "Joules: what the machine's counters moved by while the clock ran, all that ran there included, less "
                 "what the idle machine took before the run; median over processes."
             )
         notes += [missing] if missing else []
         missing = None
-        notes += [note for note in seconds_notes(group, rows) if note.startswith(("ᵉ", "ᵈ"))]
-        yield Grid(f"{task_title(task, synthetic)}: examples per second", header, rows, tuple(notes))
+        notes += [note for note in seconds_notes(group, ()) if note.startswith(("ᵉ", "ᵈ"))]
+        yield listed(f"{task_title(task, synthetic)}: examples per second", group, columns, notes)
 
 
 def _percent(share: float) -> str:
     return MISSING if pd.isna(share) else f"{100 * share:.0f} %"
-
-
-def _ratio(value: float, low: float, high: float) -> str:
-    if pd.isna(value):
-        return MISSING
-    return f"{factor(value)}×" + ("" if pd.isna(low) else f" [{factor(low)}, {factor(high)}]")
