@@ -19,6 +19,7 @@ from harness.report import model
 from harness.report.chapters import layer_claims, memory
 from harness.report.chapters import layer_costs as costs
 from harness.report.chapters.paper import TOLERANCE
+from harness.report.chapters.paper_claims import findings
 from harness.report.figures import layers as layer_figures
 from harness.report.model import MISSING, Chapter, Grid, Picture, Section
 from harness.store.record import Record
@@ -400,19 +401,6 @@ def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
     for (contestant, passes), group in stated.groupby(["contestant", "passes"], sort=False):
         if not group.cells.any():
             continue
-        rows = tuple(
-            (
-                r.claim,
-                r.quoted,
-                (r.paper or r.paper_everywhere or MISSING) + ("ᵗ" if r.own_table == "does not hold" else ""),
-                r.measured or MISSING,
-                f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
-                str(r.n) if r.cells and r.n else MISSING,
-                model.times(r.here_over_paper),
-                r.outcome,
-            )
-            for r in rows_of(group)
-        )
         notes = [
             "Its table: the same quantity from the paper's own tables, at the layers and batch sizes measured here "
             "(everywhere, where none was). Here / table: geometric mean over the places of both.",
@@ -424,9 +412,7 @@ def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
             "factors; with 1 there is no interval, and a value is judged by itself. Much smaller, ≪ and ≫: by a factor "
             f"of {law.FAR:g} and more; constant: within a factor of {TOLERANCE:g}; errors over the sweep: within mean "
             "± standard deviation of its text.",
+            layer_claims.ELSEWHERE,
         ]
-        notes.append(layer_claims.ELSEWHERE)
-        if any("ᵗ" in row[2] for row in rows):
-            notes.append("ᵗ The paper's own table does not bear the statement out everywhere.")
-        header = ("claim", "its text", "its table", "measured", "places", "n", "here / table", "outcome")
-        yield Grid(f"{contestant} ({passes}): the paper's findings", header, rows, tuple(notes))
+        shown = group.assign(paper=group.paper.where(group.paper != "", group.paper_everywhere))
+        yield findings(f"{contestant} ({passes}): the paper's findings", shown, notes, lambda _: "")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,6 +43,7 @@ from harness.report.chapters.paper import (
     slowest,
     strongest,
 )
+from harness.report.model import MISSING, Grid, listed, times
 
 
 @dataclass(frozen=True)
@@ -252,3 +254,27 @@ def span(values: Sequence[float]) -> str:
         return ""
     low, high = factor(min(values)), factor(max(values))
     return low if low == high else f"{low}–{high}"
+
+
+def findings(title: str, stated: pd.DataFrame, notes: Sequence[str], doubts: Callable[[Any], str]) -> Grid:
+    """Return a table of claims as they are judged.
+
+    Args:
+        title: The table's.
+        stated: A row per claim, as :func:`claims` has it.
+        notes: Below the table.
+        doubts: What marks a measured value of a row.
+    """
+    columns: dict[str, Callable[[Any], str]] = {
+        "claim": lambda r: r.claim,
+        "its text": lambda r: r.quoted or MISSING,
+        "its table": lambda r: (r.paper or MISSING) + ("ᵗ" if r.own_table == "does not hold" else ""),
+        "measured": lambda r: f"{r.measured}{doubts(r)}" if r.measured else MISSING,
+        "places": lambda r: f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
+        "n": lambda r: str(r.n) if r.cells and r.n else MISSING,
+        "here / table": lambda r: times(r.here_over_paper),
+        "outcome": lambda r: r.outcome,
+    }
+    if (stated.own_table == "does not hold").any():
+        notes = (*notes, "ᵗ The paper's own table does not bear the statement out everywhere.")
+    return listed(title, stated, columns, notes)

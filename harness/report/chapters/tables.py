@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis.frames import PUBLISHED_LABEL, Tables
-from harness.analysis.naming import factor, machine_slug, number
+from harness.analysis.naming import machine_slug, number
 from harness.analysis.tidy import SECTION, rows_of
 from harness.report import model
 from harness.report.chapters import paper, paper_claims
@@ -377,7 +377,7 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
     now = section.of(paper.then_and_now(tables))
     for task, synthetic, group in blocks(now):
         rows = tuple(
-            (r.contestant, r.paper_row, str(r.batch_size), f"{factor(r.paper_ratio)}×", _ratio_cell(r, r.n), str(r.n))
+            (r.contestant, r.paper_row, str(r.batch_size), model.times(r.paper_ratio), _ratio_cell(r, r.n), str(r.n))
             for r in rows_of(group)
         )
         header = ("contestant", "row of the paper", "batch", "paper", "measured", "n")
@@ -397,19 +397,8 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
         grids.append(Grid("Order of the contestants", columns, order, (note, *doubt_notes(ranks))))
     stated = section.of(paper_claims.claims(tables))
     usual_section = stated.paper_section.mode()[0]
-    outcomes = tuple(
-        (
-            r.claim + ("" if r.paper_section == usual_section else f" ({r.paper_section})"),
-            r.quoted or MISSING,
-            (r.paper or MISSING) + ("ᵗ" if r.own_table == "does not hold" else ""),
-            f"{r.measured}{doubts(r)}" if r.measured else MISSING,
-            f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
-            str(r.n) if r.n else MISSING,
-            MISSING if math.isnan(r.here_over_paper) else f"{factor(r.here_over_paper)}×",
-            r.outcome,
-        )
-        for r in rows_of(stated)
-    )
+    elsewhere = stated.paper_section != usual_section
+    stated = stated.assign(claim=stated.claim.mask(elsewhere, stated.claim + " (" + stated.paper_section + ")"))
     notes = (
         f"Claims: of section {usual_section} of the paper unless shown. "
         "Its text: as quoted. Its table: the same quantity computed from the paper's own Table 1; first epochs and "
@@ -422,14 +411,8 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
         "Places: measured values, of those that the paper's table has; a claim that holds does so at these only. n: "
         f"the fewest rounds or processes behind one of them. {_stand_ins(tables)}",
         *doubt_notes(stated),
-        *(
-            ("ᵗ The paper's own table does not bear the statement out everywhere.",)
-            if any("ᵗ" in r[2] for r in outcomes)
-            else ()
-        ),
     )
-    findings = ("claim", "its text", "its table", "measured", "places", "n", "here / table", "outcome")
-    grids.append(Grid("The paper's findings", findings, outcomes, notes))
+    grids.append(paper_claims.findings("The paper's findings", stated, notes, doubts))
     return grids
 
 
