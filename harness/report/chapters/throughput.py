@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -79,7 +80,7 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
             "examples/s": lambda r: number(r.examples_per_second),
             **({"tokens/s": lambda r: number(r.tokens_per_second)} if has_tokens else {}),
             **({"of peak": lambda r: _percent(r.utilisation)} if has_peak else {}),
-            **{f"J/example, {c.removeprefix(JOULES)}": lambda r, c=c: number(getattr(r, c)) for c in counters},
+            **{f"J/example, {c.removeprefix(JOULES)}": partial(_value, c) for c in counters},
             "time over twin": lambda r: times(r.over_twin, r.twin_low, r.twin_high),
             "twin": lambda r: r.twin if isinstance(r.twin, str) else MISSING,
         }
@@ -101,6 +102,10 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
         missing = None
         notes += [note for note in seconds_notes(group, ()) if note.startswith(("ᵉ", "ᵈ"))]
         yield listed(f"{task_title(task, synthetic)}: examples per second", group, columns, notes)
+
+
+def _value(column: str, row: Any) -> str:
+    return number(getattr(row, column))
 
 
 def _percent(share: float) -> str:
