@@ -5,7 +5,8 @@ Machines differ, so only ratios stand side by side: examples per second with DP 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,14 @@ import pandas as pd
 
 from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
-from harness.analysis.tidy import rows_of
 from harness.paths import ROOT
-from harness.report.model import Chapter, Grid, doubts
+from harness.report.model import MISSING, Chapter, Grid, doubts, listed
 
 FILE = ROOT / "results" / "published" / "speed.csv"
 TITLE = "Speed of private training, published elsewhere"
 READ = {"figure": "read from a figure, ±2 %", "text": "stated in a text", "claim": "claimed in an abstract or a README"}
 """How a figure was had, by the word in the file."""
 NO_TWIN = "no run without DP beside it"
-MISSING = "–"
 
 
 def published() -> pd.DataFrame:
@@ -73,63 +72,52 @@ def chapter(tables: Tables) -> Chapter:
 
 def _grids(theirs: pd.DataFrame, ours: pd.DataFrame) -> Iterator[Grid]:
     over_another = theirs.times_of.notna()
-    yield Grid(
+    what = {name: attrgetter(name) for name in ("method", "network", "setting", "hardware")}
+    origin: dict[str, Callable[[Any], str]] = {
+        "one exact norm": lambda r: "yes" if r.flat_exact == "yes" else "no",
+        "how read": lambda r: READ[r.read],
+        "source": attrgetter("source"),
+    }
+    speeds: dict[str, Callable[[Any], str]] = {
+        "examples/s": lambda r: _number(r.examples_per_second),
+        "without DP": lambda r: _number(r.without_dp),
+        "ratio": lambda r: _range(r.ratio_low, r.ratio_high) or NO_TWIN,
+    }
+    times: dict[str, Callable[[Any], str]] = {
+        "times": lambda r: _range(r.times_low, r.times_high),
+        "of": attrgetter("times_of"),
+    }
+    yield listed(
         "Published: speed with DP over the speed without",
-        (
-            *("method", "network", "setting", "hardware", "examples/s", "without DP", "ratio"),
-            *("one exact norm", "how read", "source"),
-        ),
-        tuple(
-            (
-                *(r.method, r.network, r.setting, r.hardware),
-                *(_number(r.examples_per_second), _number(r.without_dp)),
-                _range(r.ratio_low, r.ratio_high) or NO_TWIN,
-                *_origin(r),
-            )
-            for r in rows_of(theirs[~over_another])
-        ),
+        theirs[~over_another],
+        what | speeds | origin,
         ("Nothing of this was measured here. Where the norm is not one over all parameters, less work is done.",),
     )
-    yield Grid(
+    yield listed(
         "Published: speed with DP over that of another training with DP",
-        ("method", "network", "setting", "hardware", "times", "of", "one exact norm", "how read", "source"),
-        tuple(
-            (
-                *(r.method, r.network, r.setting, r.hardware),
-                *(_range(r.times_low, r.times_high), r.times_of),
-                *_origin(r),
-            )
-            for r in rows_of(theirs[over_another])
-        ),
+        theirs[over_another],
+        what | times | origin,
         ("Nothing of this was measured here, and no training without DP stands beside it.",),
     )
     if len(ours):
-        yield Grid(
+        yield listed(
             "Measured here: speed with DP over that of the contestant's own twin without",
-            ("contestant", "task", "batch sizes", "hardware", "twin", "ratio", "n"),
-            tuple(
-                (
-                    r.contestant,
-                    r.task,
-                    r.batch_sizes,
-                    r.hardware,
-                    r.twin,
-                    f"{_range(r.ratio_low, r.ratio_high)}{doubts(r)}",
-                    str(r.n),
-                )
-                for r in rows_of(ours)
-            ),
+            ours,
+            {
+                "contestant": attrgetter("contestant"),
+                "task": attrgetter("task"),
+                "batch sizes": attrgetter("batch_sizes"),
+                "hardware": attrgetter("hardware"),
+                "twin": attrgetter("twin"),
+                "ratio": lambda r: f"{_range(r.ratio_low, r.ratio_high)}{doubts(r)}",
+                "n": lambda r: str(r.n),
+            },
             ("Means over paired rounds, the lowest and the highest of the batch sizes; other tasks and machines.",),
         )
 
 
 def _number(value: float) -> str:
     return MISSING if np.isnan(value) else f"{value:g}"
-
-
-def _origin(row: Any) -> tuple[str, str, str]:
-    """Return whether the norm is one over all parameters, how the figure was had, and where it is from."""
-    return "yes" if row.flat_exact == "yes" else "no", READ[row.read], row.source
 
 
 def _range(low: float, high: float) -> str:

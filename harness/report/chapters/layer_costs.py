@@ -17,6 +17,8 @@ from harness.layers import LAYERS
 from harness.report.chapters import memory
 from harness.report.model import MISSING, Grid
 
+PARTS = ("input", "labels", "module", "gradients", "intermediate", "peak", "unexplained")
+
 
 def breakdown(cells: pd.DataFrame) -> Iterator[Grid]:
     """Yield the paper's Table 4: sizes that a layer cannot do without, measured without DP, beside the published
@@ -56,27 +58,13 @@ def parts(cells: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> Iterator[Gri
     for r in sorted(
         shown.to_dict("records"), key=lambda r: (rank.get(r["layer"], 99), pairs.index((r["contestant"], r["passes"])))
     ):
-        values = (
-            r[c] / MEGABYTE for c in ("input", "labels", "module", "gradients", "intermediate", "peak", "unexplained")
-        )
-        rows.append((r["layer"], str(r["batch_size"]), f"{r['contestant']} ({r['passes']})", *map(number, values)))
-    header = (
-        "layer",
-        "batch",
-        "contestant",
-        "input",
-        "labels",
-        "module",
-        "gradients",
-        "intermediate",
-        "peak",
-        "unexplained",
-    )
+        values = (number(r[part] / MEGABYTE) for part in PARTS)
+        rows.append((r["layer"], str(r["batch_size"]), f"{r['contestant']} ({r['passes']})", *values))
     notes = (
         "MB, at the largest batch size at which a layer's parts are known. Gradients: what a pass leaves behind; "
         "intermediate: the rest of the peak. Unexplained: what an independent count of living tensors found more.",
     )
-    yield Grid("Parts of the peak", header, tuple(rows), notes)
+    yield Grid("Parts of the peak", ("layer", "batch", "contestant", *PARTS), tuple(rows), notes)
 
 
 def shares(predicted: pd.DataFrame) -> Iterator[Grid]:
