@@ -59,10 +59,14 @@ def by_size(
     return _noted(Grid(title, (head, *(f"batch {size}" for size in sizes)), rows, tuple(notes)), gap)
 
 
+Columns = dict[str, Callable[[Any], str]]
+"""Head of a column -> what makes its text of a row."""
+
+
 def listed(
     title: str,
     frame: pd.DataFrame,
-    columns: Mapping[str, Callable[[Any], str]],
+    columns: Columns,
     notes: Sequence[str] = (),
     gap: str = "",
 ) -> Grid:
@@ -71,7 +75,7 @@ def listed(
     Args:
         title: The table's.
         frame: What it shows.
-        columns: Head of a column -> what makes its text of a row.
+        columns: From left to right.
         notes: Below the table.
         gap: As :func:`by_size` has it.
     """

@@ -7,7 +7,6 @@ Every frame has the columns of :data:`harness.analysis.tidy.CELL`, so that a sec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -241,7 +240,7 @@ def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
     """Return a table per task of start-up and of when it pays."""
     grids = []
     for task, synthetic, group in model.blocks(frame):
-        columns: dict[str, Callable[[Any], str]] = {
+        columns: model.Columns = {
             "contestant": lambda r: r.contestant,
             "batch": lambda r: str(r.batch_size),
             "start s": lambda r: number(r.start_seconds),
@@ -317,7 +316,7 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
         shown = group.assign(there=group.test >= target - 1e-9).sort_values(
             ["there", "seconds"], ascending=[False, True], kind="stable"
         )
-        columns: dict[str, Callable[[Any], str]] = {
+        columns: model.Columns = {
             "contestant": lambda r: r.contestant,
             "batch": lambda r: str(r.batch_size),
             f"reached {target:.0%}": lambda r: "yes" if r.there else "no",

@@ -5,9 +5,8 @@ Machines differ, so only ratios stand side by side: examples per second with DP 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,7 @@ import pandas as pd
 from harness.analysis.frames import Tables
 from harness.analysis.naming import factor
 from harness.paths import ROOT
-from harness.report.model import MISSING, Chapter, Grid, doubts, listed
+from harness.report.model import MISSING, Chapter, Columns, Grid, doubts, listed
 
 FILE = ROOT / "results" / "published" / "speed.csv"
 TITLE = "Speed of private training, published elsewhere"
@@ -73,17 +72,17 @@ def chapter(tables: Tables) -> Chapter:
 def _grids(theirs: pd.DataFrame, ours: pd.DataFrame) -> Iterator[Grid]:
     over_another = theirs.times_of.notna()
     what = {name: attrgetter(name) for name in ("method", "network", "setting", "hardware")}
-    origin: dict[str, Callable[[Any], str]] = {
+    origin: Columns = {
         "one exact norm": lambda r: "yes" if r.flat_exact == "yes" else "no",
         "how read": lambda r: READ[r.read],
         "source": attrgetter("source"),
     }
-    speeds: dict[str, Callable[[Any], str]] = {
+    speeds: Columns = {
         "examples/s": lambda r: _number(r.examples_per_second),
         "without DP": lambda r: _number(r.without_dp),
         "ratio": lambda r: _range(r.ratio_low, r.ratio_high) or NO_TWIN,
     }
-    times: dict[str, Callable[[Any], str]] = {
+    times: Columns = {
         "times": lambda r: _range(r.times_low, r.times_high),
         "of": attrgetter("times_of"),
     }

@@ -10,9 +10,9 @@ import pandas as pd
 
 from harness.analysis import frames, pairs
 from harness.analysis.frames import Tables
-from harness.analysis.naming import BASELINE_FRAMEWORK, factor
+from harness.analysis.naming import BASELINE_FRAMEWORK
 from harness.analysis.tidy import PLACE, rows_of
-from harness.report.model import Grid, Section, blocks, by_size, doubt_notes, doubts, task_title, usual
+from harness.report.model import Grid, Section, blocks, by_size, doubt_notes, doubts, task_title, times, usual
 from harness.tasks import TASKS
 
 PEER, WITHOUT_DP = "peer", "without DP"
@@ -89,6 +89,5 @@ def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
 
 
 def _cell(row: Any, usual_n: int) -> str:
-    interval = "" if row.low != row.low else f" [{factor(row.low)}, {factor(row.high)}]"
     few = "" if row.n == usual_n else f" n={row.n}"
-    return f"{factor(row.ratio)}×{doubts(row)}{interval} {row.other}{few}"
+    return f"{times(row.ratio, row.low, row.high, doubts(row))} {row.other}{few}"

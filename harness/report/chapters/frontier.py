@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,7 +158,7 @@ def _slope(fits: pd.DataFrame) -> float | None:
 def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
     on_cuda = group.device.iloc[0] == "cuda"
     n = model.usual(group[group.n > 0].n)
-    columns: dict[str, Callable[[Any], str]] = {
+    columns: model.Columns = {
         "contestant": lambda r: r.contestant,
         "largest batch": _batch,
         "does not fit": lambda r: MISSING if pd.isna(r.misfit) else f"{r.misfit:.0f}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -278,7 +278,7 @@ def _reproduction(cells: pd.DataFrame) -> Iterator[Grid]:
 
 def _sweep(swept: pd.DataFrame) -> Iterator[Grid]:
     for (contestant, passes), group in swept[swept.column == "dp"].groupby(["contestant", "passes"], sort=False):
-        columns: dict[str, Callable[[Any], str]] = {
+        columns: model.Columns = {
             "embeddings": lambda r: str(r.num_embeddings),
             "L/C": lambda r: number(r.L_over_C),
             "paper: L/C": lambda r: MISSING if math.isnan(r.paper_L_over_C) else f"{r.paper_L_over_C:,g}",
@@ -303,7 +303,7 @@ def _sweep(swept: pd.DataFrame) -> Iterator[Grid]:
 def _errors(errors: pd.DataFrame) -> Iterator[Grid]:
     if errors.empty:
         return
-    columns: dict[str, Callable[[Any], str]] = {
+    columns: model.Columns = {
         "contestant": lambda r: f"{r.contestant} ({r.passes})",
         "regime": lambda r: r.regime,
         "error": lambda r: _signed(r.error, r.error_sd),

@@ -43,7 +43,7 @@ from harness.report.chapters.paper import (
     slowest,
     strongest,
 )
-from harness.report.model import MISSING, Grid, listed, times
+from harness.report.model import MISSING, Columns, Grid, listed, times
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def findings(title: str, stated: pd.DataFrame, notes: Sequence[str], doubts: Cal
         notes: Below the table.
         doubts: What marks a measured value of a row.
     """
-    columns: dict[str, Callable[[Any], str]] = {
+    columns: Columns = {
         "claim": lambda r: r.claim,
         "its text": lambda r: r.quoted or MISSING,
         "its table": lambda r: (r.paper or MISSING) + ("ᵗ" if r.own_table == "does not hold" else ""),

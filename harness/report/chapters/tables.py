@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -179,7 +179,7 @@ def overheads(tables: Tables, section: Section) -> list[Grid]:
     apart."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.overheads)):
-        columns: dict[str, Callable[[Any], str]] = {
+        columns: model.Columns = {
             "contestant": lambda r: r.contestant,
             "twin": lambda r: r.twin,
             "batch": lambda r: str(r.batch_size),
@@ -330,7 +330,7 @@ def privacy(tables: Tables, section: Section) -> list[Grid]:
     """Return a table per task of the ε that was spent."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.privacy)):
-        columns: dict[str, Callable[[Any], str]] = {
+        columns: model.Columns = {
             "contestant": lambda r: r.contestant,
             "batch": lambda r: str(r.batch_size),
             "steps": lambda r: str(r.steps),
@@ -348,7 +348,7 @@ def accuracy(tables: Tables, section: Section) -> list[Grid]:
     """Return a table per task of the test accuracy."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.accuracy)):
-        columns: dict[str, Callable[[Any], str]] = {
+        columns: model.Columns = {
             "contestant": lambda r: r.contestant,
             "batch": lambda r: str(r.batch_size),
             "after steps": lambda r: str(r.after_steps),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from harness.analysis.naming import number
 from harness.analysis.tidy import CELL
 from harness.report.chapters import costs
 from harness.report.chapters.tables import seconds_notes
-from harness.report.model import MISSING, Grid, Section, blocks, listed, task_title, times
+from harness.report.model import MISSING, Columns, Grid, Section, blocks, listed, task_title, times
 from harness.tasks import TASKS, TOKEN_LOSS
 
 
@@ -74,7 +74,7 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
     for task, synthetic, group in blocks(shown):
         counters = [c for c in group.columns if c.startswith(JOULES) and group[c].notna().any()]
         has_tokens, has_peak = (bool(group[c].notna().any()) for c in ("tokens_per_second", "utilisation"))
-        columns: dict[str, Callable[[Any], str]] = {
+        columns: Columns = {
             "contestant": lambda r: r.contestant,
             "batch": lambda r: str(r.batch_size),
             "examples/s": lambda r: number(r.examples_per_second),
