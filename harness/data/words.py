@@ -49,7 +49,7 @@ def arrays(source: Source, seed: int) -> Arrays:
     return found
 
 
-def drawn(rng: np.random.Generator, weights: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+def drawn(rng: np.random.Generator, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return int32 ids, each as often as its weight says."""
     cumulative = np.cumsum(weights)
     ids = np.searchsorted(cumulative, rng.random(shape) * cumulative[-1])
