@@ -175,7 +175,7 @@ class Run(_Model):
         return f"{stamp}-{(self.commit or 'nocommit')[:7]}-{self.id}.json"
 
 
-def condense(records: Sequence[Record], machine: str | None = None, simulated: bool = False) -> list[Run]:
+def condense(records: Sequence[Record], machine: str | None = None) -> list[Run]:
     """Return a :class:`Run` per run and machine of the records. ``machine`` stands in place of the machine's own
     identity, for runners that are made anew each time but are alike.
 
@@ -190,7 +190,7 @@ def condense(records: Sequence[Record], machine: str | None = None, simulated: b
         if record.cell.kind in KINDS:
             facts = _machine(record, machine)
             groups.setdefault((record.block.run, naming.slug(naming.machine_label(facts))), []).append(record)
-    made = [_run(group, machine, simulated) for group in groups.values()]
+    made = [_run(group, machine) for group in groups.values()]
     if not any(run.cells for run in made):
         raise BadInput("There are no timed cells of tasks or layers here, which are what a history is made of.")
     return [run for run in made if run.cells]
@@ -201,7 +201,7 @@ def _machine(record: Record, name: str | None) -> dict[str, Any]:
     return {**facts, "id": name} if name else facts
 
 
-def _run(records: Sequence[Record], machine: str | None, simulated: bool) -> Run:
+def _run(records: Sequence[Record], machine: str | None) -> Run:
     newest = max(records, key=lambda r: r.when)
     probes = [
         seconds
@@ -218,7 +218,6 @@ def _run(records: Sequence[Record], machine: str | None, simulated: bool) -> Run
         machine=_machine(newest, machine),
         canary_seconds=_rounded(median(probes)) if probes else None,
         versions=_versions(records),
-        simulated=simulated,
         cells=sorted([*_of_tasks(records), *_of_layers(records)], key=lambda c: c.series),
     )
 
@@ -268,31 +267,19 @@ def _of_tasks(records: Sequence[Record]) -> list[CellResult]:
         timed = here[(here.purpose == "time") & (here.state == "ok") & here.seconds.notna()]
         processes = [kept[i] for i in (mine.index if here.empty else here.index)]
         cell = processes[0].cell.model_copy(update={"batch_size": int(row["batch_size"])})
-        state, reason = _state(row["state"], row["reason"], row["failures"], processes)
         found.append(
             _result(
                 cell,
-                state=state,
-                reason=reason,
-                failures=row["failures"],
-                synthetic=bool(row["synthetic"]),
-                seconds=[_rounded(s) for s in timed.seconds] if state == "ok" else [],
-                disturbed=[bool(d) for d in timed.disturbed] if state == "ok" else [],
-                extrapolated=bool(row["extrapolated"]),
-                memory=_memory(processes) if state == "ok" else {},
+                row,
+                processes,
+                timed.seconds,
+                timed.disturbed,
                 gate=_gate(kept[i] for i in mine.index),
-                code=surroundings.of(max(processes, key=lambda r: r.when)).code,
+                synthetic=bool(row["synthetic"]),
+                extrapolated=bool(row["extrapolated"]),
             )
         )
     return found
-
-
-def _state(state: str, reason: str, failures: str, processes: Iterable[Record]) -> tuple[str, str]:
-    """Return the state of a cell: a rejection of any process is one of the cell."""
-    wrong = next((r for r in processes if r.state == "rejected"), None)
-    if wrong is not None:
-        return "rejected", " ".join((wrong.reason or reason).split())
-    return state, reason if state != "ok" or failures else ""
 
 
 def _of_layers(records: Sequence[Record]) -> list[CellResult]:
@@ -311,25 +298,29 @@ def _of_layers(records: Sequence[Record]) -> list[CellResult]:
         timed = here[(here.purpose == "time") & here.median_ms.notna()]
         processes = by_name[row["cell"]]
         failed = Counter(r.state for r in processes if r.state != "ok")
-        failures = ", ".join(f"{count} {state}" for state, count in sorted(failed.items()))
-        state, reason = _state(row["state"], row["reason"], failures, processes)
-        found.append(
-            _result(
-                processes[0].cell,
-                state=state,
-                reason=reason,
-                failures=failures,
-                seconds=[_rounded(s / 1e3) for s in timed.median_ms] if state == "ok" else [],
-                disturbed=[bool(d) for d in timed.disturbed] if state == "ok" else [],
-                memory=_memory(processes) if state == "ok" else {},
-                gate=_gate(processes),
-                code=surroundings.of(max(processes, key=lambda r: r.when)).code,
-            )
-        )
+        row["failures"] = ", ".join(f"{count} {state}" for state, count in sorted(failed.items()))
+        seconds, cell = timed.median_ms / 1e3, processes[0].cell
+        found.append(_result(cell, row, processes, seconds, timed.disturbed, gate=_gate(processes)))
     return found
 
 
-def _result(cell: Cell, **fields: Any) -> CellResult:
+def _result(
+    cell: Cell,
+    row: Mapping[Any, Any],
+    processes: Sequence[Record],
+    seconds: Iterable[float],
+    disturbed: Iterable[bool],
+    **fields: Any,
+) -> CellResult:
+    """Return a cell as a row of the report has it: a rejection of any process is one of the cell, which has no figures
+    then, as one of any other state but ``ok``."""
+    state, reason = row["state"], row["reason"] if row["state"] != "ok" or row["failures"] else ""
+    wrong = next((r for r in processes if r.state == "rejected"), None)
+    if wrong is not None:
+        state, reason = "rejected", " ".join((wrong.reason or row["reason"]).split())
+    if state == "ok":
+        fields["seconds"], fields["disturbed"] = [_rounded(s) for s in seconds], [bool(d) for d in disturbed]
+        fields["memory"] = _memory(processes)
     return CellResult(
         name=cell.name,
         kind="layer" if cell.kind == "layer" else "e2e",
@@ -342,6 +333,10 @@ def _result(cell: Cell, **fields: Any) -> CellResult:
         protocol=cell.protocol,
         device=cell.device,
         isolation=cell.surroundings,
+        state=state,
+        reason=reason,
+        failures=row["failures"],
+        code=surroundings.of(max(processes, key=lambda r: r.when)).code,
         **fields,
     )
 
