@@ -87,12 +87,8 @@ def _memory(cell: CellResult) -> str:
         return f"{size(memory.base)} → {size(memory.head)} (resident, not judged)"
     if memory.change == "same":
         return f"{size(memory.base)}, same"
-    sure = "" if memory.proven else ", not confirmed"
-    return (
-        f"{size(memory.base)} → {size(memory.head)} (**{by}**{sure})"
-        if memory.change == "grown"
-        else (f"{size(memory.base)} → {size(memory.head)} ({by}{sure})")
-    )
+    by = f"**{by}**" if memory.change == "grown" else by
+    return f"{size(memory.base)} → {size(memory.head)} ({by}{'' if memory.proven else ', not confirmed'})"
 
 
 def _gate(cell: CellResult) -> str:
@@ -116,19 +112,11 @@ def _verdict(cell: CellResult) -> str:
 
 
 def _row(cell: CellResult) -> list[str]:
-    time = cell.time
-    if time is None or time.ratio is None:
-        return [f"`{cell.name}`", "–", "–", "–", _verdict(cell), _memory(cell), _gate(cell)]
-    ratio = f"{signed(time.ratio)} ({interval(cell)}), n = {time.n}"
-    return [
-        f"`{cell.name}`",
-        duration(time.base_seconds),
-        duration(time.head_seconds),
-        ratio,
-        _verdict(cell),
-        _memory(cell),
-        _gate(cell),
-    ]
+    time, figures = cell.time, ["–"] * 3
+    if time is not None and time.ratio is not None:
+        over = f"{signed(time.ratio)} ({interval(cell)}), n = {time.n}"
+        figures = [duration(time.base_seconds), duration(time.head_seconds), over]
+    return [f"`{cell.name}`", *figures, _verdict(cell), _memory(cell), _gate(cell)]
 
 
 COLUMNS = ("cell", "base", "head", "head over base", "verdict", "memory at the peak", "gate")
