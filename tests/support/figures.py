@@ -28,7 +28,7 @@ def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rows(spec: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The data of all layers of a kind (``point``, ``line``, ``rule``, ``text``), without the legend's."""
+    """The data of all layers of a kind (``point``, ``line``, ``rule``, ``rect``, ``text``), without the legend's."""
     layers = [layer for panel in (panels(spec) if "vconcat" in spec else [spec]) for layer in panel["layer"]]
     return [row for layer in layers if layer["mark"]["type"] == kind for row in layer["data"]["values"] if row]
 

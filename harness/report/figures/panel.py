@@ -224,7 +224,7 @@ def over_sizes(
     look: Look,
     sideways: float = 1.0,
     label: str = "",
-) -> bool:
+) -> None:
     """Draw points over batch size with their bars, joined where neighbouring sizes were measured.
 
     Args:
@@ -234,9 +234,6 @@ def over_sizes(
         look: Colour, marker and line.
         sideways: Factor by which the points are shifted, so that contestants do not hide each other.
         label: Written beside the last point where the look is grey, which is in no legend.
-
-    Returns:
-        False where the label had no room.
     """
     points = [(size * sideways, *shown.get(size, (math.nan,) * 3)) for size in sizes]
     panel.curve([x for x, *_ in points], [value for _, value, *_ in points], look)
@@ -244,7 +241,8 @@ def over_sizes(
     for x, value, low, high in known:
         panel.bar(x, low, high, look)
         panel.mark(x, value, look)
-    return not (label and known and look.colour == looks.GREY) or panel.name(known[-1][0], known[-1][1], label)
+    if label and known and look.colour == looks.GREY:
+        panel.name(known[-1][0], known[-1][1], label)
 
 
 def around(values: Iterable[float]) -> tuple[float, float]:

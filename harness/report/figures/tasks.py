@@ -12,10 +12,11 @@ import pandas as pd
 
 from harness.analysis import stats
 from harness.analysis.frames import Tables
-from harness.analysis.naming import slug
+from harness.analysis.naming import factor, number, slug
 from harness.analysis.tidy import rows_of
 from harness.report import model
-from harness.report.figures import looks, panel
+from harness.report.figures import heatmap, looks, panel
+from harness.report.figures.heatmap import HeatmapCell
 from harness.report.figures.looks import Look
 from harness.report.figures.panel import Axis, Panel, Spec
 from harness.report.model import Picture, Section
@@ -68,20 +69,29 @@ def file_name(kind: str, tables: Tables, section: Section, shown: pd.DataFrame, 
     return slug(kind, task, model.section_names(model.sections(tables))[section], *flags)
 
 
+FEWEST_SIZES = 3
+"""Batch sizes that make a curve; fewer are shown as numbers."""
+
+
+def _as_grid(names: Sequence[str], sizes: Sequence[int]) -> bool:
+    return len(names) > heatmap.MOST_LINES or len(sizes) < FEWEST_SIZES
+
+
 def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame) -> Spec:
-    """Return median seconds per epoch over batch size, both axes logarithmic, with intervals."""
+    """Return median seconds per epoch over batch size, both axes logarithmic, with intervals; of many, a grid."""
     sizes = sorted(group.batch_size.unique())
     title = f"{model.task_title(task, synthetic)}: seconds per epoch"
+    if _as_grid(list(group.contestant.unique()), sizes):
+        return _seconds_as_grid(tables, section, title, group)
     ok = group[group.state == "ok"]
     names = list(dict.fromkeys(ok.contestant))
     style = looks.of_all(names, _private(tables))
     x = panel.of_sizes(sizes, "batch size (log; contestants side by side)")
     one = Panel(x, panel.plain(panel.around(ok["median"]), "median seconds per epoch (log)"), WIDTH, HEIGHT)
-    named = True
     for i, name in enumerate(names):
         shown = points(ok[ok.contestant == name], "median")
-        named &= panel.over_sizes(one, sizes, shown, style[name], shift(i, len(names)), tables.title(name))
-    notes = [_bars(ok, tables.title), *_failures(tables, group), *_unnamed(named), *_scaled(ok)]
+        panel.over_sizes(one, sizes, shown, style[name], shift(i, len(names)), tables.title(name))
+    notes = [_bars(ok, tables.title), *_failures(tables, group), *_scaled(ok)]
     return page(title, [one.spec()], tables, section, notes, names, style)
 
 
@@ -111,34 +121,81 @@ def _scaled(shown: pd.DataFrame) -> list[str]:
     return [f"{some} extrapolated from parts of epochs."]
 
 
-def _unnamed(named: bool) -> list[str]:
-    return [] if named else ["Grey lines without a name had no room for one; the table has them."]
+def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.DataFrame) -> Spec:
+    ok = group[group.state == "ok"]
+    private = _private(tables)
+    fastest = ok[ok.contestant.map(private)].groupby("batch_size")["median"].min()
+    n = model.usual(ok.n)
+    squares = {
+        (row.contestant, row.batch_size): HeatmapCell(
+            number(row.median) + model.marks(row).replace("ᵉ", ""),
+            # Where nothing private was measured there is nothing to compare with.
+            max(1.0, row.median / fastest.get(row.batch_size, float("inf"))),
+            (model.interval(row.low, row.high) + (f" n={row.n}" if row.n != n else "")).strip(),
+        )
+        if row.state == "ok"
+        else HeatmapCell(row.state)
+        for row in rows_of(group)
+    }
+    sizes = sorted(group.batch_size.unique())
+    names = sorted(dict.fromkeys(group.contestant), key=lambda name: private[name])
+    plain = [name for name in names if not private[name]]
+    notes = [
+        f"Number: median seconds. {model.spread_note(n)}",
+        "Shade: factor over the fastest private one of the same batch size."
+        + " In italics: without DP." * (0 < len(plain) < len(names)),
+        *([model.DISTURBED_NOTE] if (ok.disturbed.astype(bool) & ~ok.swamped).any() else []),
+        *([f"‼ {model.SWAMPED_NOTE}."] if ok.swamped.any() else []),
+        *(["ᶠ some processes failed."] if ok.failed.any() else []),
+        *_common_reasons(group[group.state != "ok"]),
+        *_scaled(ok),
+    ]
+    shown = heatmap.grid(names, sizes, squares, tables.title, plain)
+    return page(title, [shown], tables, section, notes, [], {})
+
+
+def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
+    """Yield what a state means, where it means the same for all."""
+    for state, rows in failed.groupby("state", sort=True):
+        reasons = {model.short(reason) for reason in rows.reason}
+        if len(reasons) == 1:
+            yield f"{state}: {reasons.pop().rstrip('.')}."
 
 
 def relative(tables: Tables, section: Section) -> Spec:
     """Return seconds relative to PyTorch without DP with 95 % intervals, a panel per task."""
     frame = section.of(tables.ratios)
     groups = list(model.blocks(frame))
-    everyone = [n for n in tables.order if n in set(frame.contestant)]
+    names = [n for n in tables.order if n in set(frame.contestant)]
     sizes = sorted(frame.batch_size.unique())
-    style = looks.of_all(everyone, _private(tables))
-    named, panels = True, []
-    titles = _titles([(task, synthetic) for task, synthetic, _ in groups])
-    x = panel.of_sizes(sizes, "batch size (log; side by side)")
-    for k, ((_, _, group), above) in enumerate(zip(groups, titles, strict=True)):
-        y = panel.factors(panel.around(frame.ratio), "seconds / those without DP (log)" if k % 2 == 0 else "")
-        one = Panel(x, y, HALF if len(groups) > 1 else WIDTH, LOW, above)
-        if y.holds(1.0):
-            one.curve((x.low, x.high), (1.0, 1.0), looks.line("#000000", ":"), 1.2)
-        names = list(dict.fromkeys(group.contestant))
-        for i, name in enumerate(names):
-            shown = points(group[group.contestant == name], "ratio")
-            named &= panel.over_sizes(one, sizes, shown, style[name], shift(i, len(names)), tables.title(name))
-        panels.append(one.spec())
-    point = f"Point: {model.rounds_note(frame.n, 'bar')}"
-    notes = [f"Without DP: {model.baselines(frame)}.", point, *_unnamed(named), *_scaled(frame)]
+    as_grid = _as_grid(max((list(group.contestant.unique()) for _, _, group in groups), key=len), sizes)
+    style = looks.of_all(names, _private(tables))
+    if as_grid:
+        panels, columns = list(_relative_grids(tables, section, groups)), 1
+    else:
+        panels, columns = list(_relative_lines(groups, sizes, panel.around(frame.ratio), style, tables.title)), 2
+    notes = [
+        f"Without DP: {model.baselines(frame)}.",
+        f"{'Number' if as_grid else 'Point'}: {model.rounds_note(frame.n, 'brackets' if as_grid else 'bar')}",
+        *(["The darker, the larger; up to 1 no shade."] if as_grid else []),
+        *([model.DISTURBED_PAIRS_NOTE] if as_grid and (frame.disturbed.astype(bool) & ~frame.swamped).any() else []),
+        *([f"‼ {model.SWAMPED_NOTE}."] if as_grid and frame.swamped.any() else []),
+        *_scaled(frame),
+    ]
     title = "Seconds per epoch relative to PyTorch without DP"
-    return page(title, panels, tables, section, notes, everyone, style, columns=2)
+    return page(title, panels, tables, section, notes, [] if as_grid else names, style, columns)
+
+
+Blocks = Sequence[tuple[str, bool, pd.DataFrame]]
+"""Task, whether on synthetic data, rows."""
+
+
+def _relative_grids(tables: Tables, section: Section, groups: Blocks) -> Iterator[Spec]:
+    cells = section.of(tables.cells)
+    for task, synthetic, group in groups:
+        squares = _squares_of_ratios(group, _states(cells, task, synthetic))
+        names, sizes = list(dict.fromkeys(group.contestant)), sorted(group.batch_size.unique())
+        yield heatmap.grid(names, sizes, squares, tables.title, above=model.task_title(task, synthetic))
 
 
 def _titles(tasks: Sequence[tuple[str, bool]], *more: str) -> list[list[str]]:
@@ -146,6 +203,48 @@ def _titles(tasks: Sequence[tuple[str, bool]], *more: str) -> list[list[str]]:
     wrapped = [textwrap.wrap(model.task_title(*task), TITLE_LETTERS) for task in tasks]
     most = max(map(len, wrapped))
     return [[""] * (most - len(lines)) + lines + list(more) for lines in wrapped]
+
+
+def _states(cells: pd.DataFrame, task: str, synthetic: bool) -> dict[tuple[str, int], str]:
+    here = cells[(cells.task == task) & (cells.synthetic == synthetic)]
+    return {(row.contestant, row.batch_size): row.state for row in rows_of(here)}
+
+
+def _squares_of_ratios(
+    group: pd.DataFrame, states: Mapping[tuple[str, int], str]
+) -> dict[tuple[str, int], HeatmapCell]:
+    """Return ratios with their intervals; in place of a ratio that lacks, why."""
+    missing = {place: HeatmapCell("no pair" if state == "ok" else state) for place, state in states.items()}
+    return missing | {
+        (row.contestant, row.batch_size): HeatmapCell(
+            factor(row.ratio) + ("‼" if row.swamped else "ᵈ" if row.disturbed else ""),
+            max(1.0, row.ratio),
+            "" if pd.isna(row.low) else f"[{factor(row.low)}, {factor(row.high)}]",
+        )
+        for row in rows_of(group)
+    }
+
+
+def _relative_lines(
+    groups: Blocks,
+    sizes: Sequence[int],
+    ends: tuple[float, float],
+    style: Mapping[str, Look],
+    title: Callable[[str], str],
+) -> Iterator[Spec]:
+    """Yield ratio over batch size, a panel per task, a line per contestant."""
+    titles = _titles([(task, synthetic) for task, synthetic, _ in groups])
+    x = panel.of_sizes(sizes, "batch size (log; side by side)")
+    for k, ((_, _, group), above) in enumerate(zip(groups, titles, strict=True)):
+        y = panel.factors(ends, "seconds / those without DP (log)" if k % 2 == 0 else "")
+        one = Panel(x, y, HALF if len(groups) > 1 else WIDTH, LOW, above)
+        if y.holds(1.0):
+            one.curve((x.low, x.high), (1.0, 1.0), looks.line("#000000", ":"), 1.2)
+        names = list(dict.fromkeys(group.contestant))
+        for i, name in enumerate(names):
+            shown = points(group[group.contestant == name], "ratio")
+            panel.over_sizes(one, sizes, shown, style[name], shift(i, len(names)), title(name))
+        yield one.spec()
 
 
 def shift(i: int, count: int) -> float:
@@ -227,7 +326,8 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
     if missing:
         cells = model.count(missing, "cell without a time is", "cells without a time are")
         notes.append(f"{cells} not shown; the table of failures says why.")
-    notes += _unnamed(named)
+    if not named:
+        notes.append("Grey lines without a name had no room for one; the table has them.")
     if extended:
         notes.append("Dashed: extrapolated, beyond the measured epochs each process goes on with its median epoch.")
     notes += _scaled(pd.concat([run.cells for run in runs]))

@@ -150,13 +150,43 @@ def _figures_of(tables):
     return [picture.draw() for kind in ("seconds-per-epoch", "relative-to-pytorch") for picture in found[kind]]
 
 
-@pytest.mark.parametrize("private", [7, 9])
-def test_six_are_in_the_legend_and_the_others_are_named_beside_their_lines(private):
-    for figure in _figures_of(_of_a_crowd(private, 1)):
-        peers = {f"peer{i}-x" for i in range(private)}
-        assert {f"peer{i}-x" for i in range(6)} == peers & set(figures.legend(figure))
-        named = {row["text"] for row in figures.rows(figure, "text")}
-        assert {f"peer{i}-x" for i in range(6, private)} <= named or "had no room" in figures.words(figure)
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_more_contestants_than_colours_are_a_grid_of_numbers_fastest_first(rounds):
+    seconds, ratios = _figures_of(_of_a_crowd(9, rounds))
+    peers = [f"peer{i}-x" for i in range(9)]
+    assert _row_names(seconds) == ["PyTorch without DP", *peers]
+    assert _row_names(ratios) == peers
+    middle = 1.0 if rounds == 1 else 1.1
+    for figure, numbers in ((seconds, [f"{(i + 2) * middle:.3g}" for i in range(9)]), (ratios, ["2.00", "9.00"])):
+        squares = figures.rows(figure, "rect")
+        texts = [square["text"] for square in squares]
+        assert sum(text == "oom" for text in texts) == 1
+        assert any(text.endswith("ᵈ") for text in texts)
+        assert all(any(text.startswith(number) for text in texts) for number in numbers)
+        assert any(square["interval"] for square in squares) == (rounds > 1)
+        assert "disturbed" in figures.words(figure)
+    assert "oom: oom on purpose." in figures.words(seconds)
+
+
+def _row_names(figure):
+    return figures.panels(figure)[0]["layer"][0]["encoding"]["y"]["sort"]
+
+
+def test_as_many_as_there_are_colours_are_lines():
+    for figure in _figures_of(_of_a_crowd(7, 1)):
+        assert {f"peer{i}-x" for i in range(6)} <= set(figures.legend(figure))
+        assert figures.rows(figure, "line") and not figures.rows(figure, "rect")
+
+
+def test_the_darker_the_slower():
+    from harness.report.figures.heatmap import HeatmapCell, grid
+
+    squares = {("a", 16): HeatmapCell("1", 1.0), ("a", 64): HeatmapCell("4", 4.0)}
+    rows = figures.rows(grid(["a"], [16, 64, 256], squares), "rect")
+    quick, slow, missing = (sum(bytes.fromhex(row["colour"][1:])) for row in rows)
+    assert slow < quick
+    assert missing > slow
+    assert [row["text"] for row in rows] == ["1", "4", "–"]
 
 
 def test_the_same_records_draw_the_same_bytes(tmp_path):
