@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Engine:
         trained = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
         ranks = ranks_of(recorded)
         reduction = reduction_of(recorded, ranks)
-        self._together = None if ranks is None else Together(ranks, reduction, self.noise, trained)
+        self.together = None if ranks is None else Together(ranks, reduction, self.noise, trained)
         self.accumulator = accumulator_for(self.parameters, max_grad_norm, factors, reduction)
         self.accumulator.check_noise(sigma, scale)
         self.noise_multiplier = sigma
@@ -212,6 +213,13 @@ class Engine:
             PrivacyError: as :meth:`clipped_sum`.
             UnsupportedError: as :meth:`clipped_sum`.
         """
+        with self._attempt():
+            return self._privatize(x, y, mask)
+
+    def _attempt(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.together is None else self.together.attempt()
+
+    def _privatize(self, x: Any, y: Any, mask: Tensor | None) -> ClippedSum:
         if self.expected_batch_size is None:
             raise ValueError(
                 "expected_batch_size is not set; it is the public divisor of the update, never len(batch)."
@@ -224,12 +232,12 @@ class Engine:
             warn_without_noise(self.noise_multiplier)
         release = Release.by(self, self.accumulator.check_noise(self.noise_multiplier, scale))
         self._withdraw()
-        alone = self._together is None
+        alone = self.together is None
         begin = functools.partial(release.begin, self.accumulator) if alone else self.accumulator.clear
         try:
             result = self._sums.add(x, y, mask, scale, begin)
-            if self._together is not None:
-                self._together.finish(self, release, (x, y))
+            if self.together is not None:
+                self.together.finish(self, release, (x, y))
             elif not self.noise.may_come_first:
                 release.add(self.accumulator)
         except BaseException:
@@ -260,8 +268,9 @@ class Engine:
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer; pass one, or call privatize() and update the parameters.")
-        checks.check_optimizer(self.optimizer, self.accumulator.targets.values())
-        result = self.privatize(x, y, mask)
+        with self._attempt():
+            checks.check_optimizer(self.optimizer, self.accumulator.targets.values())
+            result = self.privatize(x, y, mask)
         self.optimizer.step()
         return result
 

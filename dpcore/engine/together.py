@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpcore.distributed import Ranks, fingerprint
@@ -22,22 +25,50 @@ class Together:
     """
 
     def __init__(self, ranks: Ranks, reduction: Reduction, noise: GaussianNoise, trained: list[Any]) -> None:
-        self._ranks, self._reduction = ranks, reduction
-        self._begun = self._shares_differ = False
+        self.ranks, self._reduction = ranks, reduction
+        self._begun = self._shares_differ = self._are_waiting = False
         ranks.agree({"the trained parameters": trained, "the kind of the noise": type(noise).__name__})
         if noise.has_addresses:
             ranks.join_seed(noise)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within, a rank does its own part, behind which the others :meth:`meet` it; where it fails, they are told."""
+        # Ranks with shards exchange tensors on the way, and would take this word for another.
+        self._are_waiting = not self._reduction.shards
+        try:
+            yield
+        except BaseException:
+            with suppress(PrivacyError):  # of the other ranks: what has happened here says more
+                self._tell(False)
+            raise
+
+    def meet(self) -> None:
+        """Wait for the other ranks. PrivacyError, on all of them, where one has failed in its part."""
+        self._tell(True)
+
+    def _tell(self, is_well: bool) -> None:
+        if not self._are_waiting:
+            return
+        self._are_waiting = False
+        everyone = self.ranks.stacked(torch.tensor(int(is_well), device=self.ranks.device))
+        if failed := [rank for rank, well in enumerate(everyone.tolist()) if not well]:
+            raise PrivacyError(
+                f"The step failed on rank {failed[0]}, which says why: nothing was released, on no rank. Where all "
+                "ranks go on with their next batches, the next step has the number and the noise of this one."
+            )
 
     def finish(self, engine: Any, release: Release, batch: Any) -> None:
         """Add up the sums of all ranks, with noise, of which each draws its share.
 
         Raises:
             PrivacyError: a rank has other settings, another step or other weights, has the same batch as another one,
-                or does not come.
+                has failed, or does not come.
         """
+        self.meet()
         noise, optimizer = engine.noise, engine.optimizer
         groups = [{n: v for n, v in g.items() if n != "params"} for g in optimizer.param_groups] if optimizer else None
-        self._ranks.agree(
+        self.ranks.agree(
             {
                 "the number of steps": engine.steps,
                 "noise_multiplier": (engine.noise_multiplier, release.std),
@@ -61,7 +92,7 @@ class Together:
         """
         tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
         mine = fingerprint(tensors) if length_of(batch[0]) > 1 else None
-        everyone = self._ranks.gather(mine)
+        everyone = self.ranks.gather(mine)
         found = [other for other in everyone if other is not None]
         if len({*found}) < len(found):
             raise PrivacyError(

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.arguments import check_divisor
-from dpcore.distributed import ranks_of
 from dpcore.engine import checks
 from dpcore.engine.batch_sums import ClippedSum, LossFn
 from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.lazy_tables.checks import check_noise, check_table, settings_of
+from dpcore.lazy_tables.copies import Copies
 from dpcore.lazy_tables.history import History, Step
 from dpcore.lazy_tables.hooks import watch, watch_optimizer
 from dpcore.lazy_tables.table import Table, bring_up
@@ -46,6 +46,8 @@ class LazyEngine:
 
     Args:
         model: The module, in training mode. It stays the caller's; while a step is made, windows stand in for tables.
+            One in ``DifferentiallyPrivateDistributedDataParallel`` (or replicated) is trained by all ranks together;
+            each holds all of the tables, and hands every step its own share of one batch, also an empty one.
         loss_fn: As for ``Engine``.
         tables: Names of the modules (``nn.Embedding``, or ``nn.EmbeddingBag`` by sum or mean) whose weights are drawn
             lazily: float32 on a CPU. Their rows are those that the integers of a batch ``x`` name; a mapping gives, by
@@ -57,7 +59,8 @@ class LazyEngine:
         **options: Those of ``Engine``, but for ``compile``.
 
     Raises:
-        UnsupportedError: the optimizer is not linear in what it has added up, or a table is none that can be lazy.
+        UnsupportedError: the optimizer is not linear in what it has added up, a table is none that can be lazy, or the
+            model is in shards.
         ValueError: a setting is out of its range.
     """
 
@@ -81,8 +84,12 @@ class LazyEngine:
             )
         if options.pop("compile", False):
             raise UnsupportedError("Lazy tables read rows by their values, which no compiled graph has: compile=False.")
-        if ranks_of(model) is not None or any(hasattr(param, "device_mesh") for param in model.parameters()):
-            raise UnsupportedError("Lazy tables are for one process: the rows that a batch reads differ by rank.")
+        if any(hasattr(param, "device_mesh") for param in model.parameters()):
+            raise UnsupportedError(
+                "The model is in shards or its layers are split (fully_shard, parallelize_module), and a lazy table is "
+                "whole on every rank; wrap the whole model in DifferentiallyPrivateDistributedDataParallel, or use "
+                "Engine for shards."
+            )
         self.model, self.optimizer = model, optimizer
         self.noise = check_noise(GaussianNoise() if noise is None else noise)
         self._exact, self._owner = exact_steps, _here()
@@ -99,12 +106,13 @@ class LazyEngine:
         behind = {self._windows[name].rows: (self._windows[name], self._tables[name]) for name in self._modules}
         of_windows = NoiseOfWindows(self.noise, behind)
         with self._swapped():
-            self.engine = Engine(model, loss_fn, noise=of_windows, **options)
+            self.engine = Engine(model, loss_fn, noise=of_windows, optimizer=optimizer, **options)
         if self.engine.expected_batch_size is None:
             raise ValueError("expected_batch_size is not set; it is the public divisor of the update.")
         of_windows.accumulator = self.engine.accumulator
         self._others = {name for param, name in self.engine.accumulator.names.items() if param not in behind}
         self._history = History(0, exact_steps, self._parts)
+        self._copies = Copies(self.engine.together, [*self._tables.values()], (exact_steps, self._parts))
         for name, module in self._modules.items():
             watch(module, self._tables[name], self)
         if self._parts == 2:
@@ -124,7 +132,7 @@ class LazyEngine:
     @steps.setter
     def steps(self, value: int) -> None:
         self.flush()
-        self.engine.steps = value
+        self.engine.steps = self._copies.made = value
 
     @property
     def noise_multiplier(self) -> float:
@@ -148,26 +156,28 @@ class LazyEngine:
 
         Raises:
             PrivacyError: another process or thread asks while rows wait for their noise, a table was replaced or is no
-                longer trained, inference mode is on, or as ``Engine.step``.
+                longer trained, inference mode is on, a step was interrupted on one of several ranks while it wrote, or
+                as ``Engine.step``.
             UnsupportedError: a table reads a row that was not found in ``x``; the optimizer has other settings than it
                 may; or as ``Engine.step``.
         """
-        self._check_owner()
-        self._check_tables()
-        settings = self._settings()
-        if self._history.is_full:
-            self.flush()
-        if not any(table.is_hidden for table in self._tables.values()):
-            self._history = History(self.steps, self._exact, self._parts)
-        checks.check_optimizer(self.optimizer, self.engine.accumulator.names)
-        for table in self._tables.values():
-            table.hide(self._history.steps)
-        read = [(table, self._read(name, x)) for name, table in self._tables.items()]
-        for window, (_, rows), values in zip(self._windows.values(), read, bring_up(read, self._history), strict=True):
-            window.show(rows, values)
-        with self._swapped():
-            std = self._deviation()
-            result = self.engine.privatize(x, y, mask)
+        with self._copies.attempt():
+            self._check_owner()
+            self._check_tables()
+            self._copies.check(self.steps)
+            checks.check_optimizer(self.optimizer, self.engine.accumulator.names)
+            settings = self._settings()
+            if self._history.is_full:
+                self.flush()
+            own = [self._read(name, x) for name in self._tables]
+        rows, before = self._copies.gather(own, self.steps)
+        with self._copies.attempt():
+            if before is None:
+                self.flush()
+            else:
+                bring_up(before, self._history)
+            std, result = self._release(rows, x, y, mask)
+        self._copies.forget()
         made = Step(self.noise.name(self.steps - 1), std, *settings)
         self._history.note(made)
         for name, table in self._tables.items():
@@ -176,9 +186,22 @@ class LazyEngine:
             table.update(window.shown, window.part(window.rows.grad), made, self._history.steps)
             window.rows.grad = None
         self.optimizer.step()
+        self._copies.made = self.steps
         # Not those of tables, which would tell which rows were read.
         shown = {name: s for name, s in result.sums.items() if name in self._others}
         return replace(result, sums=shown)
+
+    def _release(self, rows: Sequence[Tensor], x: Any, y: Any, mask: Tensor | None) -> tuple[float, ClippedSum]:
+        """Form gradients of windows that show these ``rows``; return their noise's deviation, and what was released."""
+        if not any(table.is_hidden for table in self._tables.values()):
+            self._history = History(self.steps, self._exact, self._parts)
+        for table in self._tables.values():
+            table.hide(self._history.steps)
+        values = bring_up([*zip(self._tables.values(), rows, strict=True)], self._history)
+        for window, *shown in zip(self._windows.values(), rows, values, strict=True):
+            window.show(*shown)
+        with self._swapped():
+            return self._deviation(), self.engine.privatize(x, y, mask)
 
     def flush(self) -> None:
         """Bring all rows of all tables up to date, and show them until the next step.
@@ -198,7 +221,9 @@ class LazyEngine:
             PrivacyError: another process or thread asks while rows wait for their noise.
         """
         self._check_owner()
-        bring_up([(table, _within(rows.long().unique(), table.rows))], self._history)
+        read = _within(rows.long().unique(), table.rows)
+        self._copies.note_read(table, read)
+        bring_up([(table, read)], self._history)
 
     @property
     def is_owner(self) -> bool:

@@ -49,7 +49,7 @@ class Table:
 
     def hide(self, steps: int) -> None:
         """Take the values out of the parameter, in which all rows have the noise of ``steps`` steps."""
-        seen = [self.parameter.data] if self._states is None else [self.parameter.data, self._momentum]
+        seen = self.shown()
         if self.is_hidden:
             if self.parameter.data_ptr() == self._parts[0].data_ptr():
                 self.show(False)  # Ctrl-C ended a call that read the table.
@@ -71,6 +71,10 @@ class Table:
         self.is_hidden = True
         self._momentum = self._mask
         self.show(False)
+
+    def shown(self) -> list[Any]:
+        """Return what the parameter and its momentum, where there is any, have now."""
+        return [self.parameter.data] if self._states is None else [self.parameter.data, self._momentum]
 
     @property
     def rows(self) -> int:

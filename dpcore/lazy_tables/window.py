@@ -50,6 +50,19 @@ class Window(nn.Module):
         """Return the places of the rows that are here, of a tensor like ``rows``."""
         return of[1 : len(self._shown) + 1]
 
+    def in_places(self, first: int, last: int) -> tuple[Tensor, slice, slice]:
+        """Return the table's rows that have numbers among those [first, last) of ``rows``.
+
+        Returns:
+            Them; where these numbers are, counted from ``first``, and which ones of the rows' they are.
+        """
+        width = self.embedding_dim
+        low, high = max(first // width, 1), min(-(-last // width), len(self._shown) + 1)
+        begin = max(first, low * width)
+        end = max(min(last, high * width), begin)
+        found = self._shown[low - 1 : high - 1]
+        return found, slice(begin - first, end - first), slice(begin - low * width, end - low * width)
+
     def _places(self, ids: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
             places = torch.searchsorted(self._shown, ids.long().contiguous()).clamp_(max=max(len(self._shown) - 1, 0))
@@ -84,36 +97,51 @@ class Window(nn.Module):
 class NoiseOfWindows(GaussianNoise):
     """``noise`` where the engine has windows for the large tables: every number at its address among the latter's.
 
-    ``tables``: those behind the parameters of windows.
+    What the engine takes for an address is a place in its flat sum. ``tables``: those behind the parameters of windows.
     """
 
     def __init__(self, noise: GaussianNoise, tables: dict[Parameter, tuple[Window, Table]]) -> None:
-        super().__init__(0)
         self.noise = noise
+        super().__init__(noise.seed, noise.rank)
         self.tables = tables
         self.accumulator: Accumulator | None = None
 
-    has_addresses = False  # those of the flat sum are others
-    may_come_first = True
+    @property
+    def seed(self) -> int:  # type: ignore[override]
+        """That of ``noise``, which ranks may replace by one of theirs together."""
+        return self.noise.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self.noise.seed = value
 
     def serve(self, user: Any) -> None:
         """Let the steps of ``user`` draw."""
         self.noise.serve(user)
 
-    def fill_(self, target: Tensor, std: float, step: int, start: int = 0) -> Tensor:
-        """Set the flat sum of all parameters to the step's noise."""
-        assert self.accumulator is not None and target is self.accumulator.flat
-        made = Step(self.noise.name(step), std, 0.0, 0.0)
-        drawn = noise_of(made, [(table, window.shown) for window, table in self.tables.values()])
-        of_tables = dict(zip(self.tables, drawn, strict=True))
-        address = 0
-        for param, summed in self.accumulator.sums.items():
+    def _put(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:
+        """Write or add the noise of the places from ``start`` on to ``target``, a vector."""
+        if std == 0.0:
+            return target
+        assert self.accumulator is not None
+        place = address = 0
+        read, parts = [], []
+        for param in self.accumulator.parameters.values():
+            first, last = max(start - place, 0), min(start + len(target) - place, param.numel())
+            part = target[place + first - start : place + last - start] if first < last else target[:0]
+            place += param.numel()
             if param not in self.tables:
-                self.noise.fill_(summed, std, step, address)
+                if first < last:
+                    (self.noise.add_ if add else self.noise.fill_)(part, std, step, address + first)
                 address += param.numel()
                 continue
             window, table = self.tables[param]
-            summed.zero_()
-            window.part(summed).copy_(of_tables[param])
             address += table.parameter.numel()
+            if first < last:
+                rows, where, numbers = window.in_places(first, last)
+                read.append((table, rows))
+                parts.append(((part if add else part.zero_())[where], numbers))
+        drawn = noise_of(Step(self.noise.name(step), std, 0.0, 0.0), read)
+        for (part, numbers), noise in zip(parts, drawn, strict=True):
+            part.add_(noise.view(-1)[numbers])
         return target

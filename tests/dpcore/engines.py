@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from dpcore import Engine
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from dpcore.lazy_tables import LazyEngine
 from dpcore.noise import GaussianNoise, SecureNoise
 from tests.dpcore.ranks import CLIP, DIVISOR, RATE, WORLD, data, model, refusal, sharding, ways, weights
 
@@ -66,11 +65,6 @@ def found() -> dict[str, Any]:
         rank = dist.get_rank()
         x, y, _ = data(torch.float32)[:]
         mine = slice(rank, None, WORLD)
-        table = DPDDP(nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(6, 3)))
-        reports["lazy"] = refusal(lambda: LazyEngine(
-            table, _losses, tables=["module.0"], optimizer=torch.optim.SGD(table.parameters(), lr=0.1),
-            expected_batch_size=DIVISOR,
-        ))  # fmt: skip
         reports["same batch"] = refusal(lambda: engine_of(DPDDP(model(torch.float32))).step(x[:4], y[:4]))
         reports["sigma"] = refusal(lambda: engine_of(DPDDP(model(torch.float32)), 1.0 + rank).step(x[mine], y[mine]))
         engine = engine_of(DPDDP(model(torch.float32)))
@@ -80,9 +74,5 @@ def found() -> dict[str, Any]:
         assert torch.equal(weights(engine.model), before) and not engine.accumulator.flat.any()
         if "sharded" in ways():
             reports["same batch in shards"] = refusal(lambda: engine_of(held("sharded")).step(x[:4], y[:4]))
-            reports["lazy in shards"] = refusal(lambda: LazyEngine(
-                sharded := held("sharded"), _losses, tables=["4"], expected_batch_size=DIVISOR,
-                optimizer=torch.optim.SGD(sharded.parameters(), lr=0.1),
-            ))  # fmt: skip
             reports["sigma in shards"] = refusal(lambda: engine_of(held("sharded"), 1.0 + rank).step(x[mine], y[mine]))
     return reports
