@@ -47,7 +47,7 @@ from dpcore.private_inputs import (
     warn_of_overflow,
 )
 from dpcore.private_settings import DEFAULTS, NEEDED, PrivateSettings
-from dpcore.reduction import reduction_of
+from dpcore.reduction import check_keeps, reduction_of
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import check_iterated, check_pieces
 from dpcore.utils.fast_gradient_clipping_utils import check_criterion
@@ -132,6 +132,7 @@ class Setup:
         self._check_clipping()
         check_correlated(settings, self.ranks, self.secure)
         sampling_of(settings)
+        check_keeps(settings["keep_gathered"], reduction_of(self.module, self.ranks))
         check_parameters(self.module, self.optimizer)
         if settings["criterion"] is not None:
             check_criterion(settings["criterion"], settings["loss_reduction"])
@@ -292,7 +293,7 @@ class Setup:
             return
         shards = reduction_of(self.module, self.ranks).shards
         trained = {n: shards.get(p, p) for n, p in self.module.named_parameters() if p.requires_grad}
-        named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction")
+        named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction", "keep_gathered")
         self.ranks.agree(
             {
                 "accountant": mechanism,
@@ -378,3 +379,4 @@ class Setup:
             run.ledger = Ledger(lambda: loader.source, spending.unused, settings["check_batches"], self.group)
         if not settings["check_isolation"]:
             private.module.isolation.switch_off()
+        private.reduction.keep(settings["keep_gathered"], private.logical_batch)
