@@ -213,7 +213,6 @@ class Setup:
         if ranks is not None:
             # Ranks may have generators of different seeds, for an order of their own.
             seed = ranks.share_seed(seed, loader.generator)
-            ranks.agree({"the number of examples": len(loader.dataset)})  # type: ignore[arg-type]
             check_same_data(loader.dataset, ranks)
         poisson = DPDataLoader.from_data_loader(
             loader,
@@ -236,8 +235,9 @@ class Setup:
     def _ordinary_loader(self) -> tuple[DataLoader[Any], float]:
         """Return the loader of a run without Poisson sampling, and the rate that its accountant assumes."""
         loader, sample_rate = self.settings["data_loader"], self.settings["sample_rate"]
-        if self.ranks is not None and self.ranks.deals:
+        if self.ranks is not None:
             check_shares(loader, self.ranks)
+            check_same_data(loader.dataset, self.ranks)
         check_ordinary(loader)
         if self.settings["check_batches"]:
             loader = counted(loader)
@@ -300,7 +300,6 @@ class Setup:
                 "secure_mode": self.secure,
                 "sample_rate": rate,
                 "the number of steps in a round": len(loader),
-                "the number of examples": len(loader.dataset),  # type: ignore[arg-type]
                 "expected_batch_size": divisor,
                 "noise_multiplier": self.noise_multiplier,
                 **{name: value for name, value in self.settings.items() if name in named},

@@ -145,6 +145,7 @@ class Sharded(InParts):
     ) -> None:
         super().__init__(shards, ranks)
         self.units, self.gathering = [*units.values()], Gathering(shards, units, True, everyone)
+        self.everyone, self.replicas = everyone, replicas
         self._of_replicas = Reduction() if replicas is None else Replicated(replicas)
 
     def finish(self, release: Release, sums: Sums) -> None:
@@ -155,6 +156,11 @@ class Sharded(InParts):
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         return ()
+
+    def check_weights(self, params: Iterable[Parameter]) -> None:
+        if self.replicas is not None:
+            shards = [self.shards.get(param, param).to_local() for param in params]
+            self.replicas.agree({"the weights": fingerprint(shards)}, self.everyone)
 
     def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Begin to add up ``chunks`` [ranks, n] over the ranks, all of which call this.
@@ -201,7 +207,7 @@ class Parallel(InParts):
 
     def check_weights(self, params: Iterable[Parameter]) -> None:
         if self.everyone.copies is not None:
-            self.everyone.copies.agree({"the weights": fingerprint(params)})
+            self.everyone.copies.agree({"the weights": fingerprint(params)}, self.everyone)
 
     def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
         """Add the noise of the parts' own addresses; what all ranks hold is released by the first one, to the bit."""
@@ -259,7 +265,7 @@ class ParallelSharded(Parallel):
 
     def check_weights(self, params: Iterable[Parameter]) -> None:
         whole = [self.shards[param].to_local() for param in params if param not in self.split]
-        self.ranks.agree({"the weights": fingerprint(whole)})
+        self.ranks.agree({"the weights": fingerprint(whole)}, self.everyone)
 
     def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
         return self.of_shards.begin_scatter(chunks)

@@ -84,5 +84,11 @@ def found() -> dict[str, Any]:
                 sharded := held("sharded"), _losses, tables=["4"], expected_batch_size=DIVISOR,
                 optimizer=torch.optim.SGD(sharded.parameters(), lr=0.1),
             ))  # fmt: skip
+            model_of_last = held("hybrid")
+            if rank + 1 == WORLD:
+                with torch.no_grad():
+                    next(reversed([*model_of_last.parameters()])).to_local().add_(1.0)  # type: ignore[union-attr]
+            engine = engine_of(model_of_last)
+            reports["unequal copies"] = refusal(lambda: engine.step(x[mine], y[mine]))
             reports["sigma in shards"] = refusal(lambda: engine_of(held("sharded"), 1.0 + rank).step(x[mine], y[mine]))
     return reports
