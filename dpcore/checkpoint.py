@@ -269,8 +269,10 @@ class Checkpoint:
                 f"{path} is the checkpoint of a sharded module, and this one is whole; apply fully_shard to it (one "
                 "process is enough) before make_private, or load the weights alone by torch.distributed.checkpoint."
             )
-        if ranks is not None and ranks.rank and ranks.sharded and not in_folder:  # of an earlier version
-            return cls.from_entries(_read(_beside(path, ranks), options))
+        if ranks is not None and ranks.sharded and not in_folder:
+            _check_in_shards(path, entries)
+            if ranks.rank:  # of an earlier version
+                return cls.from_entries(_read(_beside(path, ranks), options))
         if in_folder and ranks is not None and like is not None:
             entries = shards_file.bring_back(dict(entries), _beside(path), ranks, like)
         if ranks is not None and ranks.rank > 0:
@@ -420,6 +422,17 @@ def _read(path: Any, options: Json) -> Any:
             "PrivacyEngine.save_checkpoint wrote; one that holds objects of classes of your own, and that you trust, "
             "needs torch_load_kwargs={'weights_only': False}."
         ) from error
+
+
+def _check_in_shards(path: Any, entries: Any) -> None:
+    """PrivacyError where a file of one process or of copies has whole weights."""
+    weights = entries.get(MODULE, {}).values() if isinstance(entries, Mapping) else ()
+    if weights and not any(hasattr(value, "device_mesh") for value in weights):
+        raise PrivacyError(
+            f"{path} is the checkpoint of a whole module, and this one is in shards. Go on with a whole one (of "
+            "several ranks: in DifferentiallyPrivateDistributedDataParallel), or begin a new run with the weights, by "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+        )
 
 
 def _random_state_in(entries: Json) -> Json:

@@ -150,9 +150,15 @@ class Ranks:
         differs = (everyone != everyone[0]).any(0).tolist()
         return [name for name, different in zip(values, differs, strict=True) if different]
 
-    def agree(self, values: dict[str, Any]) -> None:
-        """PrivacyError unless every value has the same text on all ranks; the message names it but not its value."""
-        if names := self._differing(values):
+    def agree(self, values: dict[str, Any], everyone: Ranks | None = None) -> None:
+        """PrivacyError unless every value has the same text on all ranks; the message names it but not its value.
+
+        ``everyone``: who shall stop, too, where these ranks are a group of them.
+        """
+        names = self._differing(values)
+        if everyone is not None and everyone.largest(len(names)):
+            names = [*values]
+        if names:
             raise PrivacyError(
                 f"The ranks differ in {', '.join(names)}: what they would release together is not what the accountant "
                 "counts. Give every rank the same settings and seed, and the same weights: wrap the module in "
@@ -400,6 +406,8 @@ def order_of(loader: Any) -> Any:
 
 def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:
     """PrivacyError, on all ranks, unless no example of a loader without Poisson sampling reaches two shares."""
+    if not ranks.deals:
+        return  # all work on the same examples
     sampler, own = loader.sampler, (ranks.share_number, ranks.shares)
     is_own = isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) == own
     if ranks.least(int(is_own)) == 0:

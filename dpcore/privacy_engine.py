@@ -217,6 +217,7 @@ class PrivacyEngine(ExtensionPoints):
         parts.append(f"kernels={native.description()}")
         if any(optimizer.advice for optimizer in self._spending.optimizers()):
             parts.append("whole batches (optimizer.advice says what pieces would do)")
+        parts += filter(None, (of.reduction.explained(of.accumulator) for of in self._spending.optimizers()))
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def save_checkpoint(

@@ -85,6 +85,9 @@ class PrivateSettings(TypedDict, total=False):
         mechanism: A :class:`dpcore.CorrelatedNoise`, whose noise later steps partly take back (DP-FTRL). Every round
             then has the same batches in the same order, and epsilon is that of one Gaussian mechanism without
             amplification, for neighbours of which one has zeros in an example's place. None: independent noise.
+        keep_gathered: Whether the parameters of a module in shards stay gathered on every rank from the first piece of
+            a batch to the last, and are not gathered for each. None: from the second batch on, where half of the memory
+            that is free then is enough for it.
     """
 
     module: Required[nn.Module]
@@ -109,6 +112,7 @@ class PrivateSettings(TypedDict, total=False):
     max_batch_size: Annotated[int | None, None]
     sampling: Annotated[str | None, None]
     mechanism: Annotated[CorrelatedNoise | None, None]
+    keep_gathered: Annotated[bool | None, None]
     factors: Factors
     target_unclipped_quantile: float
     clipbound_learning_rate: float

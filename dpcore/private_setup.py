@@ -47,7 +47,7 @@ from dpcore.private_inputs import (
     warn_of_overflow,
 )
 from dpcore.private_settings import DEFAULTS, NEEDED, PrivateSettings
-from dpcore.reduction import reduction_of
+from dpcore.reduction import check_keeps, reduction_of
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import check_iterated, check_pieces
 from dpcore.utils.fast_gradient_clipping_utils import check_criterion
@@ -132,6 +132,7 @@ class Setup:
         self._check_clipping()
         check_correlated(settings, self.ranks, self.secure)
         sampling_of(settings)
+        check_keeps(settings["keep_gathered"], reduction_of(self.module, self.ranks))
         check_parameters(self.module, self.optimizer)
         if settings["criterion"] is not None:
             check_criterion(settings["criterion"], settings["loss_reduction"])
@@ -212,7 +213,6 @@ class Setup:
         if ranks is not None:
             # Ranks may have generators of different seeds, for an order of their own.
             seed = ranks.share_seed(seed, loader.generator)
-            ranks.agree({"the number of examples": len(loader.dataset)})  # type: ignore[arg-type]
             check_same_data(loader.dataset, ranks)
         poisson = DPDataLoader.from_data_loader(
             loader,
@@ -235,8 +235,9 @@ class Setup:
     def _ordinary_loader(self) -> tuple[DataLoader[Any], float]:
         """Return the loader of a run without Poisson sampling, and the rate that its accountant assumes."""
         loader, sample_rate = self.settings["data_loader"], self.settings["sample_rate"]
-        if self.ranks is not None and self.ranks.deals:
+        if self.ranks is not None:
             check_shares(loader, self.ranks)
+            check_same_data(loader.dataset, self.ranks)
         check_ordinary(loader)
         if self.settings["check_batches"]:
             loader = counted(loader)
@@ -292,14 +293,13 @@ class Setup:
             return
         shards = reduction_of(self.module, self.ranks).shards
         trained = {n: shards.get(p, p) for n, p in self.module.named_parameters() if p.requires_grad}
-        named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction")
+        named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction", "keep_gathered")
         self.ranks.agree(
             {
                 "accountant": mechanism,
                 "secure_mode": self.secure,
                 "sample_rate": rate,
                 "the number of steps in a round": len(loader),
-                "the number of examples": len(loader.dataset),  # type: ignore[arg-type]
                 "expected_batch_size": divisor,
                 "noise_multiplier": self.noise_multiplier,
                 **{name: value for name, value in self.settings.items() if name in named},
@@ -378,3 +378,4 @@ class Setup:
             run.ledger = Ledger(lambda: loader.source, spending.unused, settings["check_batches"], self.group)
         if not settings["check_isolation"]:
             private.module.isolation.switch_off()
+        private.reduction.keep(settings["keep_gathered"], private.logical_batch)

@@ -10,8 +10,7 @@ noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from torch.nn import Parameter
 
 from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.gathering import Batch, Gathering
 from dpcore.noise import SecureNoise
 from dpcore.release import Release, Sums
 
@@ -43,6 +43,15 @@ class Reduction:
 
     def check_weights(self, params: Iterable[Parameter]) -> None:
         """PrivacyError where ranks that hold the same parts of ``params`` have other numbers; all ranks call this."""
+
+    def keep(self, asked: bool | None, batch: Batch) -> None:
+        """Keep what is gathered between the pieces of a ``batch``, where that is ``asked`` for (None: if it fits)."""
+        if self.gathering is not None:
+            self.gathering.kept.asked, self.gathering.kept.batch = asked, batch
+
+    def explained(self, sums: Any) -> str:
+        """Return what ranks in shards exchange; empty for others."""
+        return "" if self.gathering is None else self.gathering.kept.explained(sums.piece_bytes)
 
 
 class Replicated(Reduction):
@@ -105,69 +114,11 @@ class ModuleInParts(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.shards: Mapping[Any, Any] = {}
+        """The sharded parameter of each that stands in its place in the module while it is gathered."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-
-class Gathering:
-    """Brings the numbers of sharded parameters together, unit by unit.
-
-    ``units``: as of :class:`Sharded`. ``is_all``: whether whole parameters are gathered, and not parts of layers.
-    """
-
-    def __init__(self, shards: Mapping[Parameter, Any], units: Mapping[Any, Sequence[Parameter]], is_all: bool) -> None:
-        self.shards, self.modules, self.is_all = shards, [*units], is_all
-        self._units = [*units.values()]
-        self._read: dict[Parameter, set[Parameter]] = {}
-
-    @property
-    def waiting(self) -> Iterable[Parameter]:
-        """Return those of which :meth:`note_read` was told."""
-        return self._read.keys()
-
-    def note_read(self, params: Iterable[Parameter], read: Iterable[Parameter]) -> None:
-        """Note, on all ranks, that gradients of ``params`` by example are formed of the numbers of those ``read``."""
-        for param in params:
-            self._read.setdefault(param, set()).update(read)
-
-    def in_turns(self) -> Iterator[list[Parameter]]:
-        """Gather what was noted, unit by unit, on all ranks; yield those whose gradients can then be formed."""
-        turns: dict[tuple[int, ...], list[Parameter]] = {}
-        for param, read in self._read.items():
-            turns.setdefault(self._units_of(read), []).append(param)
-        for units, params in sorted(turns.items(), key=lambda turn: turn[0]):
-            with self._gathered(units):
-                yield params
-
-    def whole_of(self, module: nn.Module) -> list[Parameter]:
-        """Return the whole parameters of a part of the model, whether it is gathered now or not."""
-        held = {*module.parameters()}
-        return [whole for whole, shard in self.shards.items() if whole in held or shard in held]
-
-    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Within, the numbers of a part of the model are there; all ranks come here."""
-        return self._gathered(self._units_of(self.whole_of(module)))
-
-    def let_go(self) -> None:
-        """Let go of what a pass without a backward one has left whole."""
-        for module in self.modules:
-            module.reshard()
-
-    @contextmanager
-    def _gathered(self, units: Iterable[int]) -> Iterator[None]:
-        modules = [self.modules[k] for k in units]
-        for module in modules:
-            module.unshard()
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.reshard()
-
-    def _units_of(self, params: Iterable[Parameter]) -> tuple[int, ...]:
-        wanted = {*params}
-        return tuple(k for k, unit in enumerate(self._units) if not wanted.isdisjoint(unit))
 
 
 class Sharded(InParts):
@@ -178,6 +129,7 @@ class Sharded(InParts):
         units: By the module that gathers them, the whole parameters that are gathered together, in the order of the
             forward pass.
         ranks: Those that hold all shards together.
+        everyone: All that train the model.
         replicas: Those that hold the same shards, where there are several.
     """
 
@@ -188,19 +140,27 @@ class Sharded(InParts):
         shards: Mapping[Parameter, Any],
         units: Mapping[Any, Sequence[Parameter]],
         ranks: Ranks,
+        everyone: Ranks,
         replicas: Ranks | None = None,
     ) -> None:
         super().__init__(shards, ranks)
-        self.units, self.gathering = [*units.values()], Gathering(shards, units, is_all=True)
+        self.units, self.gathering = [*units.values()], Gathering(shards, units, True, everyone)
+        self.everyone, self.replicas = everyone, replicas
         self._of_replicas = Reduction() if replicas is None else Replicated(replicas)
 
     def finish(self, release: Release, sums: Sums) -> None:
         """Add the noise of the shards' own addresses; the sums of the ranks that hold other shards are in them."""
         self._check_addresses(release)
+        self.gathering.kept.note_release()
         self._of_replicas.finish(release, sums)
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         return ()
+
+    def check_weights(self, params: Iterable[Parameter]) -> None:
+        if self.replicas is not None:
+            shards = [self.shards.get(param, param).to_local() for param in params]
+            self.replicas.agree({"the weights": fingerprint(shards)}, self.everyone)
 
     def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Begin to add up ``chunks`` [ranks, n] over the ranks, all of which call this.
@@ -247,7 +207,7 @@ class Parallel(InParts):
 
     def check_weights(self, params: Iterable[Parameter]) -> None:
         if self.everyone.copies is not None:
-            self.everyone.copies.agree({"the weights": fingerprint(params)})
+            self.everyone.copies.agree({"the weights": fingerprint(params)}, self.everyone)
 
     def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
         """Add the noise of the parts' own addresses; what all ranks hold is released by the first one, to the bit."""
@@ -280,6 +240,8 @@ class ParallelSharded(Parallel):
     ``units``: as of :class:`Sharded`.
     """
 
+    gathering: Gathering
+
     def __init__(
         self,
         shards: Mapping[Parameter, Any],
@@ -290,19 +252,34 @@ class ParallelSharded(Parallel):
     ) -> None:
         super().__init__(shards, split, of_first, everyone)
         assert everyone.copies is not None
-        self.units, self.gathering = [*units.values()], Gathering(shards, units, is_all=False)
+        self.units, self.gathering = [*units.values()], Gathering(shards, units, False, everyone)
         self.of_shards = everyone.copies
         self._of_copies = Reduction()  # whose sums are in the shards
+
+    def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
+        self.gathering.kept.note_release()
+        super().finish(release, sums)
 
     def alike(self, params: Iterable[Parameter]) -> Iterable[Parameter]:
         return ()
 
     def check_weights(self, params: Iterable[Parameter]) -> None:
         whole = [self.shards[param].to_local() for param in params if param not in self.split]
-        self.ranks.agree({"the weights": fingerprint(whole)})
+        self.ranks.agree({"the weights": fingerprint(whole)}, self.everyone)
 
     def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
         return self.of_shards.begin_scatter(chunks)
+
+
+def check_keeps(asked: bool | None, reduction: Reduction) -> None:
+    """ValueError where ``keep_gathered`` is no choice, or there is nothing to choose."""
+    if asked not in (None, True, False):
+        raise ValueError(f"keep_gathered is {asked!r}; it must be True, False or None (by free memory).")
+    if asked is not None and reduction.gathering is None:
+        raise ValueError(
+            f"keep_gathered is {asked!r}, and the module is not in shards, which alone are gathered; leave it out, or "
+            "apply fully_shard to the module before."
+        )
 
 
 def reduction_of(module: nn.Module, ranks: Ranks | None) -> Reduction:

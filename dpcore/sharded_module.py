@@ -38,8 +38,10 @@ class ShardedModule(ModuleInParts):
             {whole[name]: p for name, p in sharded.items()},
             dict(zip(modules, ([*unit.values()] for unit in units), strict=True)),
             of_shards,
+            self.ranks,
             of_copies[0] if of_copies else None,
         )
+        self.shards = self.reduction.shards
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         """The whole parameters; their storage is empty while they are not gathered."""

@@ -64,6 +64,7 @@ class ParallelModule(ModuleInParts):
             copies, module = module.ranks, module.module
         super().__init__(module)
         held = {p: p for p in module.parameters()} if held is None else held
+        self.shards = {p: stepped for stepped, p in held.items()}
         split = {p for p in held.values() if isinstance(p, DTensor)}
         self.ranks = grid_of(_mesh_of(split), copies)
         parts = self.ranks.parts

@@ -3,11 +3,15 @@
 Peak of a rank's resident memory in warm steps, above what it held before the model was built, bytes that collectives
 carry, and how many numbers of the noise a rank draws, by the same loop over gloo on this machine: 67.7 million
 parameters (some 4 GB in all at 4 ranks), two examples of 64 tokens a rank. Nothing here says how fast a network is.
+
+``--pieces 2,4 --gather piece,batch``: steps of so many passes, which gather the parameters each, or once for all of
+them. Ordinary training does the same by FSDP2's switches, and both scatter what every pass has summed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -89,7 +93,13 @@ def counted(noise: Any) -> list[int]:
     return drawn
 
 
-def work(side: str, optimizer: str, policy: str, groups: int, pieces: int) -> None:
+def keep_gathered(model: Any, goes_on: bool) -> None:
+    """Let what an ordinary pass gathers stay until the pass behind which the batch does not go on."""
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(not goes_on)
+
+
+def work(side: str, optimizer: str, policy: str, groups: int, pieces: int, gather: str) -> None:
     """Be one rank, and let the first print what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -117,22 +127,26 @@ def work(side: str, optimizer: str, policy: str, groups: int, pieces: int) -> No
             max_grad_norm=1.0,
             check_batches=False,
             check_isolation=False,
+            keep_gathered=gather == "batch",
         )
     drawn = counted(stepper.noise) if side == "dpcore" else []
     draw = torch.Generator().manual_seed(5 + dist.get_rank())
     found = []
     for _ in range(STEPS):
-        words = torch.randint(0, WORDS, (EXAMPLES, TOKENS), generator=draw)
+        words = torch.randint(0, WORDS, (max(EXAMPLES, pieces), TOKENS), generator=draw)
         dist.barrier()
         drawn.clear()
         Path("/proc/self/clear_refs").write_text("5")
         with Payload() as payload:
             stepper.zero_grad()
             for k, piece in enumerate(words.chunk(pieces)):
-                if side == "dpcore" and k + 1 < pieces:
+                goes_on = k + 1 < pieces
+                if side == "ordinary" and gather == "batch" and pieces > 1:
+                    keep_gathered(model, goes_on)
+                if side == "dpcore" and goes_on:
                     stepper.signal_skip_step()
                 model(piece).mean().backward()
-                if side == "dpcore" and k + 1 < pieces:
+                if side == "dpcore" and goes_on:
                     stepper.step()
             stepper.step()
         found.append((_memory("VmHWM") - before, dict(payload.bytes)))
@@ -167,25 +181,28 @@ def main() -> None:
     parser.add_argument("--optimizers", default="sgd,adamw")
     parser.add_argument("--policy", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--groups", type=int, default=1, help="groups of ranks that hold the model once each (HSDP)")
-    parser.add_argument("--pieces", type=int, default=1, help="passes through the model in a step")
-    parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--pieces", default="1", help="passes through the model in a step")
+    parser.add_argument("--gather", default="piece", help="what gathers the parameters: every piece, or a batch")
+    parser.add_argument("--side", nargs=6, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        side, optimizer, policy, groups, pieces = given.side
-        work(side, optimizer, policy, int(groups), int(pieces))
+        side, optimizer, policy, groups, pieces, gather = given.side
+        work(side, optimizer, policy, int(groups), int(pieces), gather)
         return
-    print(f"{'optimizer':9} {'side':9} {'peak MB':>8} {'ratio':>6}  payload, in 4 bytes a parameter")
-    for optimizer in given.optimizers.split(","):
+    print(f"{'optimizer':9} pieces gather {'side':9} {'peak MB':>8} {'ratio':>6}  payload, in 4 bytes a parameter")
+    rows = itertools.product(given.optimizers.split(","), given.pieces.split(","), given.gather.split(","))
+    for optimizer, pieces, gather in rows:
         peaks = {}
         for side in ("ordinary", "dpcore"):
-            found = _launch(given.ranks, side, optimizer, given.policy, str(given.groups), str(given.pieces))
+            found = _launch(given.ranks, side, optimizer, given.policy, str(given.groups), pieces, gather)
             peaks[side] = found["peak"]
             carried = {name: n / 4 / found["parameters"] for name, n in sorted(found["payload"].items()) if n > 2**20}
             text = ", ".join(f"{name} {share:.3f}" for name, share in carried.items())
             if side == "dpcore":
                 text += "; numbers a rank draws, over P / W: {:.4f} to {:.4f}".format(*found["drawn"])
             ratio = peaks[side] / peaks["ordinary"]
-            print(f"{optimizer:9} {side:9} {peaks[side] / 1e6:8.0f} {ratio:6.2f}  {text}", flush=True)
+            row = f"{optimizer:9} {pieces:6} {gather:6} {side:9}"
+            print(f"{row} {peaks[side] / 1e6:8.0f} {ratio:6.2f}  {text}", flush=True)
 
 
 if __name__ == "__main__":

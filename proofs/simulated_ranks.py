@@ -3,7 +3,8 @@
 torch's fake process group makes this process rank 0 of 8 or 64, whose collectives carry nothing: what the others would
 send is made up of this rank's own shards, so that numbers stay finite. Tensors are real, and so is the peak of resident
 memory; there are no other ranks, no wire and no result. Beside it stand a formula for the state, and how many numbers
-of the noise rank 0 draws, which has the most rows of every parameter. ``--groups 2``: HSDP.
+of the noise rank 0 draws, which has the most rows of every parameter. ``--groups 2``: HSDP. ``--layers 4``: fewer
+layers of a model's shapes, where it would take too long.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _sharded(shape: dict[str, int], ranks: int, groups: int) -> nn.Module:
     return model
 
 
-def work(side: str, name: str, ranks: int, tokens: int, groups: int) -> None:
+def work(side: str, shape: dict[str, int], ranks: int, tokens: int, groups: int) -> None:
     """Be rank 0, and print what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -80,11 +81,11 @@ def work(side: str, name: str, ranks: int, tokens: int, groups: int) -> None:
     before = _memory("VmRSS")
     peaks = []
     with Echo():
-        model: Any = _sharded(MODELS[name], ranks, groups)
+        model: Any = _sharded(shape, ranks, groups)
         held = sum(p.to_local().numel() for p in model.parameters())
         count = sum(p.numel() for p in model.parameters())
         stepper: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-        words = torch.randint(MODELS[name]["words"], (ranks, tokens), generator=torch.Generator().manual_seed(1))
+        words = torch.randint(shape["words"], (ranks, tokens), generator=torch.Generator().manual_seed(1))
         if side == "dpcore":
             model, stepper, _ = PrivacyEngine(seed=3).make_private(
                 module=model,
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--groups", type=int, default=1, help="groups of ranks that hold the model once each (HSDP)")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--layers", type=int, help="how many layers, where not all")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--formula", action="store_true", help="say the state of all models, and run nothing")
     given = parser.parse_args()
@@ -130,12 +132,14 @@ def main() -> None:
     if given.formula:
         _say_formula()
         return
+    whole = MODELS[given.model]["layers"]
+    layers = given.layers or whole
     if given.side:
-        work(given.side, given.model, given.ranks, given.tokens, given.groups)
+        work(given.side, MODELS[given.model] | {"layers": layers}, given.ranks, given.tokens, given.groups)
         return
     found = {}
     for side in ("ordinary", "dpcore"):
-        numbers = {"--ranks": given.ranks, "--groups": given.groups, "--tokens": given.tokens}
+        numbers = {"--ranks": given.ranks, "--groups": given.groups, "--tokens": given.tokens, "--layers": layers}
         again = [*("--model", given.model, "--side", side), *(str(word) for one in numbers.items() for word in one)]
         done = subprocess.run(
             [sys.executable, "-m", "proofs.simulated_ranks", *again],
@@ -150,7 +154,7 @@ def main() -> None:
     ordinary, private = (found[side]["peak"] / 1e6 for side in ("ordinary", "dpcore"))
     state, count = 16 * found["dpcore"]["held"] / 1e6, found["dpcore"]["parameters"]
     print(
-        f"simulated: {given.model}, {count / 1e6:,.0f} million parameters, rank 0 of "
+        f"simulated: {given.model} ({layers} of {whole} layers), {count / 1e6:,.0f} million parameters, rank 0 of "
         f"{given.ranks} in {given.groups} group(s), AdamW, {given.tokens} tokens: by formula {state:,.0f} MB of state "
         f"(16 bytes a number held); peaks {ordinary:,.0f} MB ordinary, {private:,.0f} MB dpcore, ratio "
         f"{private / ordinary:.2f}; numbers drawn over P / W: {found['dpcore']['drawn'] * given.ranks / count:.4f}"

@@ -22,7 +22,7 @@ from dpcore.microbatch.accumulator import Factors
 from dpcore.microbatch.parallel_sums import accumulator_for
 from dpcore.noise import GaussianNoise, warn_without_noise
 from dpcore.privacy_unit import check_group
-from dpcore.reduction import reduction_of
+from dpcore.reduction import check_keeps, reduction_of
 from dpcore.release import Release
 from dpcore.uncompiled import refuse_compiled, uncompiled
 from dpcore.validators.parameters import check_hooks, check_recordable
@@ -57,6 +57,9 @@ class Engine:
         group: K, how many rows that follow each other are one example, the privacy unit: K views of it, or a user's
             rows. Its gradient is that of the mean of its rows' losses, clipped once; batches, B and sizes are counted
             in such examples, while inputs, targets and losses have B K rows.
+        keep_gathered: Whether the parameters of a module in shards stay gathered on every rank from the first piece of
+            a batch to the last, and are not gathered for each. None: from the second batch on, where half of the memory
+            that is free then is enough for it.
         mechanism: None; noise that is correlated over steps is for ``PrivacyEngine.make_private``.
 
     Raises:
@@ -80,6 +83,7 @@ class Engine:
         compile: bool | str = False,
         check_isolation: bool = True,
         group: int = 1,
+        keep_gathered: bool | None = None,
         mechanism: None = None,
     ) -> None:
         if mechanism is not None:
@@ -110,10 +114,11 @@ class Engine:
         self.noise_multiplier = sigma
         self.group = check_group(group)
         sums: Any = BatchSums
+        check_keeps(keep_gathered, reduction)
         if recorded is not model:
             from dpcore.engine.sums_in_shards import SumsInShards  # which imports what is slow
 
-            sums = SumsInShards
+            sums = functools.partial(SumsInShards, keep_gathered=keep_gathered)
         self._sums: BatchSums = sums(
             recorded,
             loss_fn,

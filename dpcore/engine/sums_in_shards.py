@@ -17,6 +17,7 @@ from dpcore.grad_sample.grad_sample_module import GradSampleModule
 from dpcore.microbatch.accumulator import Accumulator
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import choose, micro_batches
+from dpcore.microbatch.sharded_sums import ShardedSums
 from dpcore.sharded_module import ShardedModule
 
 
@@ -27,6 +28,7 @@ class SumsInShards(BatchSums):
     """
 
     model: ShardedModule
+    accumulator: ShardedSums
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class SumsInShards(BatchSums):
         compile: bool | str,
         check_isolation: bool,
         group: int,
+        keep_gathered: bool | None,
     ) -> None:
         """Take what :class:`BatchSums` takes; experiments on isolation, which ranks cannot make alone, are left out."""
         if compile:
@@ -48,8 +51,14 @@ class SumsInShards(BatchSums):
         sizes = {"physical_batch_size": physical_batch_size, "group": group}
         super().__init__(model, loss_fn, accumulator, compile=False, check_isolation=False, **sizes)  # type: ignore[arg-type]
         self._recorder = GradSampleModule(model, loss_reduction="sum", ordinary_grad=False, group=group)
+        self.goes_on = False
+        """Whether any rank has examples behind the piece under way."""
+        model.ranks.agree({"keep_gathered": keep_gathered})
+        self._kept = model.reduction.gathering.kept
+        model.reduction.keep(keep_gathered, self)
 
     def settle(self) -> None:
+        self._kept.end()
         self.model.reduction.gathering.let_go()
 
     def _prepare(self, kind: Kind, x: Any, y: Any, batch_size: int) -> None:
@@ -61,13 +70,22 @@ class SumsInShards(BatchSums):
         begin()
         self._recorder.forget()
         batch_size, start, parts = self._rows // self.group, 0, []
-        while self.model.ranks.largest(batch_size - start):
-            stop = start + (self._next_size(kind, batch_size, batch_size - start) if start < batch_size else 0)
-            rows = slice(start * self.group, stop * self.group)
-            inputs, targets = cut((x, y), rows, self._rows)
-            parts.append(self._accumulate(inputs, targets, None if mask is None else mask[rows], scale, kind, 0))
-            start = stop
+        self.goes_on = bool(self.model.ranks.largest(batch_size))
+        try:
+            while self.goes_on:
+                stop = start + (self._next_size(kind, batch_size, batch_size - start) if start < batch_size else 0)
+                rows = slice(start * self.group, stop * self.group)
+                self.goes_on = bool(self.model.ranks.largest(batch_size - stop))
+                inputs, targets = cut((x, y), rows, self._rows)
+                parts.append(self._accumulate(inputs, targets, None if mask is None else mask[rows], scale, kind, 0))
+                start = stop
+        except BaseException:
+            self.settle()
+            raise
         return parts
+
+    def explain(self) -> str:
+        return f"{super().explain()}\n{self.model.reduction.explained(self.accumulator)}"
 
     def _accumulate_eagerly(
         self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind

@@ -80,6 +80,8 @@ class Together:
                 "the weights": None if self._begun else fingerprint(self._reduction.alike(engine.model.parameters())),
             }
         )
+        if not self._begun:
+            self._reduction.check_weights(engine.model.parameters())
         if not self._shares_differ:
             self._check_shares(batch)
         self._begun = True

@@ -14,11 +14,11 @@ from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.example_isolation.loss import LossCheck
+from dpcore.gathering import Gathering, gathering_of
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_passes import BackwardPasses
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.looks import looks
-from dpcore.reduction import Gathering
 from dpcore.rerun.side_effects import tensors_in
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
@@ -72,7 +72,7 @@ class ForwardPasses:
 
     @property
     def _gathering(self) -> Gathering | None:
-        return getattr(getattr(self._module, "reduction", None), "gathering", None)
+        return gathering_of(self._module)
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -119,6 +119,8 @@ class ForwardPasses:
             if self._gathering is not None:
                 self._gathering.let_go()
             return tape, output
+        if self._gathering is not None:
+            self._gathering.kept.begin_pass()
         with self._layout.recording(tape):
             output = call(*given[0], **given[1])
         if self.isolation.enabled and not self.sharded:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.example_isolation.loss import LossCheck
+from dpcore.gathering import end_keeping, gathering_of
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.backward_passes import BackwardPasses
 from dpcore.grad_sample.empty_batches import ViewsOfNone, newest_batch, outputs_of_none
@@ -86,7 +87,7 @@ class AbstractGradSampleHooks:
                 )
         self._names = {p: n for n, p in self.trained.items()}
         self.hooks_enabled = True
-        self._structure = Structure(m, self.trained)
+        self._structure = Structure(m, self.trained, m.shards if isinstance(m, ModuleInParts) else {})
         self._waiting = WaitingBatches(self._names, kept=ordinary_grad)
         mean, params = loss_reduction == "mean", [*self.trained.values()]
         self.ordinary_gradients = self._gradients_kind(params, mean)
@@ -125,6 +126,7 @@ class AbstractGradSampleHooks:
         """``call(*args, **kwargs)`` of the module's method ``name``, recorded where it is a training pass."""
         self._forward_passes.check_batch_norms()
         if not (self._module.training and torch.is_grad_enabled() and self.hooks_enabled):
+            end_keeping(self._module)
             return call(*args, **kwargs)
         if self.trained and owner_of(next(iter(self.trained.values()))) is not self:
             self._record_as_copy()
@@ -216,13 +218,13 @@ class AbstractGradSampleHooks:
 
         Where ordinary gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``.
         """
-        gathering = getattr(getattr(self._module, "reduction", None), "gathering", None)
-        if gathering is not None:
+        if (gathering := gathering_of(self._module)) is not None:
             self._waiting.form(gathering.in_turns())
         return self._waiting.take(self._backward_passes.give_up)
 
     def forget(self) -> None:
         """Drops what earlier passes left behind."""
+        end_keeping(self._module)
         self._waiting.forget()
         self._backward_passes.give_up()
 

@@ -30,12 +30,13 @@ def check_same_data(data_set: Any, ranks: Ranks) -> None:
     that cannot be read here fail where the loader reads them.
 
     Args:
-        data_set: A rank's data set, with ``__len__`` and ``__getitem__``, of as many examples as on all others.
+        data_set: A rank's data set, with ``__len__`` and ``__getitem__``.
         ranks: All of them call this.
 
     Raises:
-        PrivacyError: an example has other contents on another rank.
+        PrivacyError: a rank has another number of examples, or an example has other contents there.
     """
+    ranks.agree({"the number of examples": len(data_set)})
     everyone = ranks.gather(_digests(data_set))
     for digests in zip(*everyone, strict=True):
         if len({digest for digest in digests if digest is not None}) > 1:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.errors import NoRuleError, NotLearnt, PrivacyError, UnsupportedError
+from dpcore.gathering import Gathering, gathering_of
 from dpcore.microbatch.looks import Look
 from dpcore.microbatch.memory import ran_out
-from dpcore.reduction import Gathering
 from dpcore.rerun.side_effects import SideEffects
 from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
@@ -105,7 +105,7 @@ class Layout:
         self._dims: dict[tuple[Parameter, str], set[int | torch.Size]] = {}
         self._shapes: set[tuple[Parameter, str, int, torch.Size]] = set()
         """With what shapes beside the batch."""
-        self._shards: Gathering | None = getattr(getattr(model, "reduction", None), "gathering", None)
+        self._shards = gathering_of(model)
         self.looks = 0
         """How often the model was looked at."""
         self.learnt = 0

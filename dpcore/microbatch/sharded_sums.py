@@ -200,6 +200,11 @@ class ShardedSums(Accumulator):
         """None: there are no whole ones."""
         return {}
 
+    @property
+    def piece_bytes(self) -> int:
+        """Return the bytes of the sums over one piece, which the ranks exchange."""
+        return sum(param.numel() for param in self._parts) * self.dtype.itemsize
+
     def _shards(self) -> dict[Parameter, Tensor]:
         lengths = [prod(part.local) for part in self._parts.values()]
         held = zip(self._parts.items(), self.flat.split(lengths), strict=True)

@@ -14,17 +14,21 @@ from dpcore.validators.parameters import check_hooks
 
 
 class Structure:
-    """The parts of ``module`` as they are now, of which ``trained`` parameters are recorded."""
+    """The parts of ``module`` as they are now, of which ``trained`` parameters are recorded.
 
-    def __init__(self, module: nn.Module, trained: Mapping[str, Parameter]) -> None:
+    ``shards``: what stands in the module in the place of a parameter while that is not gathered.
+    """
+
+    def __init__(self, module: nn.Module, trained: Mapping[str, Parameter], shards: Mapping[Parameter, Any]) -> None:
         self._module = module
         self._trained = trained
-        self._parts = _parts(module)
+        self._shards = shards
+        self._parts = _parts(module, shards)
 
     def check(self) -> None:
         """Raise PrivacyError where the module is no longer the one that was made private."""
         check_hooks(self._trained)
-        parts = _parts(self._module)
+        parts = _parts(self._module, self._shards)
         if len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts)):
             return
         now, known = dict(self._module.named_parameters()), set(self._trained.values())
@@ -51,7 +55,7 @@ class Structure:
         )
 
 
-def _parts(module: nn.Module) -> list[Any]:
+def _parts(module: nn.Module, shards: Mapping[Parameter, Any]) -> list[Any]:
     """All submodules and all parameters, each followed by whether it is trained; to be compared by identity.
 
     As ``modules()`` and ``parameters()`` find them, whose generators take longer than a small layer.
@@ -66,7 +70,7 @@ def _parts(module: nn.Module) -> list[Any]:
         found.append(part)
         for param in part._parameters.values():
             if param is not None:
-                found += (param, param.requires_grad)
+                found += (shards.get(param, param), param.requires_grad)
         for child in part._modules.values():
             if child is not None:
                 waiting.append(child)

@@ -74,5 +74,11 @@ def found() -> dict[str, Any]:
         assert torch.equal(weights(engine.model), before) and not engine.accumulator.flat.any()
         if "sharded" in ways():
             reports["same batch in shards"] = refusal(lambda: engine_of(held("sharded")).step(x[:4], y[:4]))
+            model_of_last = held("hybrid")
+            if rank + 1 == WORLD:
+                with torch.no_grad():
+                    next(reversed([*model_of_last.parameters()])).to_local().add_(1.0)  # type: ignore[union-attr]
+            engine = engine_of(model_of_last)
+            reports["unequal copies"] = refusal(lambda: engine.step(x[mine], y[mine]))
             reports["sigma in shards"] = refusal(lambda: engine_of(held("sharded"), 1.0 + rank).step(x[mine], y[mine]))
     return reports

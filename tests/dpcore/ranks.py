@@ -309,6 +309,16 @@ def check_sharded(folder: Path) -> Any:
     inner = module.to_standard_module()
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
     found["read back"] = [[shards.of_derived(way, how) for how in ("alone", "sharded")] for way in shards.READ_BACK]
+    engine, module, optimizer, _ = private(1.0, how="hybrid" if WORLD > 1 else "sharded", check_batches=False)
+    if (whole := folder / "replicated.pt").exists():  # by the check before
+        kept = {"path": whole, "module": module, "optimizer": optimizer}
+        found["of copies"] = refusal(lambda: engine.load_checkpoint(**kept))
+    if dist.get_rank() + 1 == WORLD:  # of the copies of one shard one
+        with torch.no_grad():
+            next(reversed([*module._module.module.parameters()])).to_local().add_(1.0)
+    before = weights(module)
+    found["unequal copies"] = refusal(lambda: step(module, optimizer, *data()[: dist.get_rank()][:2]))
+    assert WORLD == 1 or torch.equal(weights(module), before)
     part = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     fully_shard(part[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     found["in part"] = refusal(lambda: PrivacyEngine(seed=7).make_private(
@@ -396,6 +406,10 @@ def check_refusals() -> Any:
         "whole loader": refusal(lambda: private(loader=DPDataLoader(data(), sample_rate=0.1))),
         "no sharding": refusal(lambda: private(loader=loader, poisson_sampling=False)),
         "other order": refusal(lambda: private(loader=DataLoader(Subset(data(), shuffled), batch_size=5))),
+        "other order of shares": refusal(lambda: private(
+            loader=DataLoader(mine := Subset(data(), shuffled), sampler=DistributedSampler(mine)),
+            poisson_sampling=False,
+        )),
         "repeats": refusal(lambda: private(
             loader=DataLoader(TensorDataset(torch.zeros(41)), sampler=repeating), poisson_sampling=False
         )),

@@ -197,6 +197,8 @@ def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
         assert "was added to the optimizer after make_private" in report["added"]
         assert "no rank holds whole sums" in report["own sums"]
         assert ("The model's mesh has" in report["one group"]) is (len(reports) > 1)
+        assert ("differ in the weights" in report["unequal copies"]) is (len(reports) > 1)
+        assert "is the checkpoint of a whole module" in report["of copies"]
     for sizes in zip(*(report["local"] for report in reports), strict=True):
         assert sum(local for _, local, _ in sizes) == sizes[0][0]
         assert all(local == grad for _, local, grad in sizes)
@@ -275,6 +277,7 @@ def test_engines_that_would_release_more_than_is_said_are_refused(found):
         if SHARDS_HERE:
             assert "Two ranks have the same batch" in said["same batch in shards"]
             assert "differ in noise_multiplier" in said["sigma in shards"]
+            assert "differ in the weights" in said["unequal copies"]
 
 
 def test_what_the_accountant_would_not_count_is_refused(found):
@@ -288,6 +291,7 @@ def test_what_the_accountant_would_not_count_is_refused(found):
         assert "distributed=False" in said["whole loader"]
         assert "would process every example" in said["no sharding"]
         assert "data sets differ" in said["other order"]
+        assert "data sets differ" in said["other order of shares"]
         assert "repeats some examples" in said["repeats"]
         assert "differ in noise_multiplier" in said["schedule"]
         assert "differ in the batches" in said["left out"]
