@@ -235,6 +235,7 @@ class Checkpoint:
         """
         entries = self.entries()
         if ranks is not None and ranks.sharded:
+            shards_file.check_disk(path, ranks, is_loading=False)
             steps = 0 if self.private is None else self.private.steps
             name = f"{steps}.{ranks.share_seed(None):032x}-{shards_file.FOLDER}"
             entries = shards_file.put(entries, (MODULE, OPTIMIZER), _beside(path), name, ranks)
@@ -262,6 +263,8 @@ class Checkpoint:
         ``like``: gives, for the keys that lead to a sharded tensor, one that is sharded as it shall be; None where
         tensors are of no interest.
         """
+        if ranks is not None and ranks.sharded:
+            shards_file.check_disk(path, ranks, is_loading=True)
         entries = _read(path, options)
         in_folder = isinstance(entries, Mapping) and shards_file.FOLDER in entries
         if in_folder and like is not None and (ranks is None or not ranks.sharded):
@@ -449,9 +452,10 @@ def _with_random_state_of(ranks: Ranks, path: Any, entries: Json) -> Json:
         own = _read(_beside(path, ranks), {"weights_only": True})
         if own.pop("steps") == steps:
             return shared | own
+    remedy = f"It is of {len(everyone)} ranks." if everyone else "Call save_checkpoint on every rank."
     warnings.warn(
         f"The checkpoint has no random state of rank {ranks.rank} at step {steps}; noise and batches continue where "
-        "they were, but dropout draws from this process's own random numbers. Call save_checkpoint on every rank.",
+        f"they were, but dropout draws from this process's own random numbers. {remedy}",
         stacklevel=4,
     )
     return shared

@@ -38,7 +38,26 @@ def put(entries: dict[str, Any], of: Sequence[str], path: str, name: str, ranks:
     found: dict[str, Any] = {}
     left = {key: _without(value, (key,), found) if key in of else value for key, value in entries.items()}
     dcp.save(found, checkpoint_id=f"{path}.{name}", process_group=ranks.group)
+    if not ranks.least(int(os.path.exists(os.path.join(f"{path}.{name}", ".metadata")))):  # which rank 0 writes last
+        raise PrivacyError(f"The shards of {path} are on several disks; give a path on one that all ranks share.")
     return {**left, FOLDER: f"{os.path.basename(path)}.{name}"}
+
+
+def check_disk(path: Any, ranks: Ranks, is_loading: bool) -> None:
+    """Compare over the ranks of a sharded module, which all call this, what they are about to do with a file.
+
+    Raises:
+        PrivacyError: on all ranks, because some load the file and others save it, or do not see it.
+    """
+    told = ranks.gather(is_loading and (not isinstance(path, (str, os.PathLike)) or os.path.exists(path)))
+    if is_loading and not any(told):
+        return  # who reads it says so
+    if not all(told) and any(told):
+        there = [rank for rank, is_there in enumerate(told) if is_there]
+        raise PrivacyError(
+            f"The checkpoint {path} is there for the ranks {there} of {len(told)} alone; give a path on a disk that "
+            "all ranks share, and load it or save it on all of them."
+        )
 
 
 def forget_others(path: str, entries: dict[str, Any]) -> None:
@@ -80,9 +99,10 @@ def bring_back(
             continue
         mine, size = like(keys), saved[name].size
         if mine is None or mine.shape != size:
+            here = "has none in shards" if mine is None else f"has one of {tuple(mine.shape)}"
             raise PrivacyError(
-                f"The checkpoint's {name} has the shape {tuple(size)}, and this run's "
-                f"{None if mine is None else tuple(mine.shape)}; build the model and the optimizer as the saved ones."
+                f"The checkpoint's {name} has the shape {tuple(size)}, and this run {here}; build the model (LoRA and "
+                "all) and the optimizer as the saved ones."
             )
         wanted[name] = torch.zeros_like(mine, dtype=saved[name].properties.dtype, requires_grad=False)
     dcp.load(wanted, checkpoint_id=folder, process_group=ranks.group)

@@ -353,7 +353,8 @@ class IsolationCheck:
         raise UnsupportedError(
             f"The gradients by example of {self.subject.names[param]} do not add up to its ordinary gradient: the "
             "model uses it, or changes what it gave, in a way that dpcore does not see. Make operations in place "
-            "behind that layer out-of-place, or freeze it with requires_grad_(False); and please report the model."
+            "behind that layer out-of-place, or freeze it with requires_grad_(False); and please report the model. "
+            "If the layer has a rule of yours, ask check_per_sample_gradients_are_correct about it first."
         )
 
     def _what(self, moved: Parameter | int) -> str:

@@ -119,6 +119,8 @@ def check(options: argparse.Namespace) -> str | None:
         return f"--width is {options.width}; it must be a multiple of four even heads, of --head {options.head} each."
     if options.checkpoint and not options.checkpoint.resolve().parent.is_dir():
         return f"--checkpoint is {options.checkpoint}, and its folder is not there; make it first."
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not options.checkpoint:
+        return "A rank died, and what it had spent is in no file; a new start would not count it: give --checkpoint."
     small = [name for name in ("layers", "words", "tokens", "texts", "steps") if getattr(options, name) < 1]
     return f"--{small[0]} is {getattr(options, small[0])}; it must be 1 or more." if small else None
 
@@ -140,11 +142,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="go on from this file, and write it after each step")
     parser.add_argument("--seed", type=int, help="makes noise and batches reproducible; leave it out for a release")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, for a look")
+    if parser.parse_args().smoke:
+        parser.set_defaults(width=64, layers=2, head=16, words=128, tokens=16, texts=64, batch_size=16)
     options = parser.parse_args()
-    if options.smoke:
-        options.width, options.layers, options.head, options.words = 64, 2, 16, 128
-        options.tokens, options.texts, options.batch_size = 16, 64, 16
-
     if wrong := check(options):
         parser.exit(2, f"{wrong}\n" if os.environ.get("RANK", "0") == "0" else "")
     try:
@@ -180,6 +180,8 @@ def train(options: argparse.Namespace) -> None:
     if options.checkpoint:
         # Before the first step too: the file has the secret seeds, and a run that died must not draw others.
         (engine.load_checkpoint if options.checkpoint.exists() else engine.save_checkpoint)(**kept)
+        if dist.get_rank() == 0 and optimizer.steps:
+            print(f"going on behind step {optimizer.steps} of {options.checkpoint}", flush=True)
     delta = 1 / options.texts
     losses: list[float] = []
     while optimizer.steps < options.steps:

@@ -313,6 +313,14 @@ def check_sharded(folder: Path) -> Any:
     if (whole := folder / "replicated.pt").exists():  # by the check before
         kept = {"path": whole, "module": module, "optimizer": optimizer}
         found["of copies"] = refusal(lambda: engine.load_checkpoint(**kept))
+    if WORLD > 1:  # as on machines that share no disk
+        (disk := folder / f"disk of rank {dist.get_rank()}").mkdir()
+        kept = {"path": disk / "run.pt", "module": module, "optimizer": optimizer}
+        found["shards on several disks"] = refusal(lambda: engine.save_checkpoint(**kept))
+        if dist.get_rank() == 0:
+            kept["path"].touch()
+        go_on = engine.load_checkpoint if kept["path"].exists() else engine.save_checkpoint
+        found["a file on one disk"] = refusal(lambda: go_on(**kept))
     if dist.get_rank() + 1 == WORLD:  # of the copies of one shard one
         with torch.no_grad():
             next(reversed([*module._module.module.parameters()])).to_local().add_(1.0)

@@ -199,6 +199,9 @@ def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
         assert ("The model's mesh has" in report["one group"]) is (len(reports) > 1)
         assert ("differ in the weights" in report["unequal copies"]) is (len(reports) > 1)
         assert "is the checkpoint of a whole module" in report["of copies"]
+        if len(reports) > 1:
+            assert "on one that all ranks share" in report["shards on several disks"]
+            assert f"is there for the ranks [0] of {len(reports)} alone" in report["a file on one disk"]
     for sizes in zip(*(report["local"] for report in reports), strict=True):
         assert sum(local for _, local, _ in sizes) == sizes[0][0]
         assert all(local == grad for _, local, grad in sizes)
