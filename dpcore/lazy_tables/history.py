@@ -31,10 +31,13 @@ class Step:
     momentum: float = 0.0
 
     def update(self, state: Sequence[Tensor], grad: Tensor) -> None:
-        """Do to weights, and momentum if there is any, what torch.optim.SGD does, so that the bits are the same."""
+        """Do to weights, and momentum if there is any, what torch.optim.SGD does, so that the bits are the same.
+
+        It writes over ``grad``.
+        """
         weights, *momenta = state
         if self.decay:
-            grad = grad.add(weights, alpha=self.decay)
+            grad.add_(weights, alpha=self.decay)
         for momentum in momenta:
             grad = momentum.mul_(self.momentum).add_(grad)
         weights.add_(grad, alpha=-self.lr)
@@ -106,6 +109,16 @@ class History:
         if self._keeps_all:
             return None, roots
         return torch.where(is_late, self._kept[:, :, then], self._one.unsqueeze(2)).float(), roots
+
+
+def mix(state: Sequence[Tensor], by: Tensor) -> None:
+    """Multiply in place the state of each row by its matrix, [parts, parts, n]."""
+    if len(state) == 1:
+        state[0].mul_(by[0, 0].unsqueeze(1))
+        return
+    old = [part.clone() for part in state]
+    for part, line in zip(state, by.unsqueeze(3), strict=True):
+        torch.mul(old[0], line[0], out=part).addcmul_(old[1], line[1])
 
 
 def _times(matrix: Tensor, of: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from dpcore import native, normals
 from dpcore.errors import PrivacyError
-from dpcore.lazy_tables.history import History, Step
+from dpcore.lazy_tables.history import History, Step, mix
 from dpcore.noise import GaussianNoise
 
 CHUNK = 2**21
@@ -20,6 +20,8 @@ MOMENTUM = "momentum_buffer"
 """Its name in the state of torch.optim.SGD."""
 BROKEN = -1
 """In place of the step up to which rows have their noise, while they are written."""
+FEW = 4
+"""One row of so many, or less, is treated apart from the others."""
 PIECES = 16
 """Chunks in which rows are looked for that lie apart."""
 
@@ -101,7 +103,7 @@ class Table:
         self.put(rows, state, steps)
 
     def _of(self, rows: Tensor) -> list[Tensor]:
-        return [part[rows] for part in self._parts]
+        return [part.index_select(0, rows) for part in self._parts]
 
     def put(self, rows: Tensor, state: Sequence[Tensor], steps: int) -> None:
         """Keep the state of rows that have the noise of so many steps."""
@@ -125,16 +127,20 @@ class Table:
         count = max(CHUNK // self._mask.shape[1], 1)
         for first in range(0, len(self._mask), PIECES * count):
             done = self._done[first : first + PIECES * count]
-            # Those that are to get the numbers of single steps come together, wherever they lie.
-            for rows in history.is_recent(done).nonzero().squeeze(1).add_(first).split(count):
-                bring_up([(self, rows)], history)
+            recent = history.is_recent(done).nonzero().squeeze(1).add_(first)
+            if FEW * len(recent) <= len(done):  # they come together, wherever they lie
+                for rows in recent.split(count):
+                    bring_up([(self, rows)], history)
         for first in range(0, len(self._mask), count):
             some = slice(first, first + count)
             done = self._done[some]
             before = done.clone()
             done.fill_(BROKEN)
             rows = torch.arange(first, first + len(done))
-            self._add_late([part[some] for part in self._parts], rows, before, history)
+            state = [part[some] for part in self._parts]
+            self._add_late(state, rows, before, history)
+            before[~history.is_recent(before)] = history.steps
+            _repeat(state, self.places(rows), before, history, self.lattice[1])
             done.fill_(history.steps)
         like = self.parameter
         self.parameter.data = self._parts[0].to(like.device, like.dtype)
@@ -164,9 +170,7 @@ class Table:
             return
         kept, roots = history.late(done)
         if kept is not None:
-            mixed = [sum(old * by.unsqueeze(1) for old, by in zip(state, line, strict=True)) for line in kept]
-            for part, new in zip(state, mixed, strict=True):
-                part.copy_(new)
+            mix(state, kept)
         # Of streams of their own for every step at which rows are brought up to date, each of them at most once.
         for number, kind in enumerate(("noise", "momentum")[: len(state)]):
             name = self._noise.name(history.steps, f"pending {kind} from {self.address} on")
@@ -235,11 +239,17 @@ def _repeat(state: list[Tensor], places: Tensor, done: Tensor, history: History,
         if number >= newest:
             step.update(state, _noise(step, places, width, start))
         elif number >= oldest:
-            which = (done <= number).nonzero().squeeze(1)
-            some = [part[which] for part in state]
-            step.update(some, _noise(step, places[which], width, start))
-            for part, new in zip(state, some, strict=True):
-                part[which] = new
+            is_newer = done > number
+            which = is_newer.nonzero().squeeze(1)
+            if FEW * len(which) <= len(done):  # a step that is made for all, which these then take back
+                some = [part[which] for part in state]
+                step.update(state, _noise(step, places, width, start))
+            else:
+                which = (~is_newer).nonzero().squeeze(1)
+                some = [part[which] for part in state]
+                step.update(some, _noise(step, places[which], width, start))
+            for part, rows in zip(state, some, strict=True):
+                part[which] = rows
 
 
 def _noise(step: Step, places: Tensor, width: int, start: int) -> Tensor:
