@@ -212,9 +212,8 @@ class PrivacyEngine(ExtensionPoints):
         return progress(self._spending, loader, delta)
 
     def __repr__(self) -> str:
-        parts = self._spending.parts() + ["secure_mode=True"] * self.secure_mode
-        # Told here and not by a warning: where there are none nothing is wrong, only slower.
-        parts.append(f"kernels={native.description()}")
+        # Kernels are told here and not by a warning: where there are none nothing is wrong, only slower.
+        parts = [*self._spending.parts(), *["secure_mode=True"] * self.secure_mode, f"kernels={native.description()}"]
         if any(optimizer.advice for optimizer in self._spending.optimizers()):
             parts.append("whole batches (optimizer.advice says what pieces would do)")
         parts += filter(None, (of.reduction.explained(of.accumulator) for of in self._spending.optimizers()))
