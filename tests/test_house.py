@@ -117,15 +117,17 @@ class Size:
 # 2026-11-30: ranks that differ in targets, whole weights or the mesh's order, found by a review of split layers.
 # 2026-11-30: tensor parallelism beside copies and shards; in shards layers without a rule, computed weights and Engine;
 # an optimizer in the private one's place. Harness lowered: Vega-Lite draws its figures, git finds mirrors.
+# On 2026-11-30 dpcore by 577 and tests by 569 for lazy tables on copies, parameters that stay gathered between pieces,
+# and checkpoints on several disks; harness was lowered by 402.
 LIMITS = {
-    "harness": Size(lines=39_432, long_classes=0, long_files=0),
-    "dpcore": Size(lines=35_897, long_classes=0, long_files=0),
+    "harness": Size(lines=39_030, long_classes=0, long_files=0),
+    "dpcore": Size(lines=36_474, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=60_358, long_classes=0, long_files=17),
+    "tests": Size(lines=60_929, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 199_967, 446
+WRITTEN, WORDS = 199_374, 449
 
 
 def files(folder: str) -> Iterator[Path]:
