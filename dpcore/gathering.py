@@ -93,7 +93,7 @@ class Gathering:
 
     @contextmanager
     def _gathered(self, units: Iterable[int]) -> Iterator[None]:
-        stay = self.are_whole if self.kept.are_held else [False] * len(self.modules)
+        stay = self.kept.whole_on_all()
         modules = [self.modules[k] for k in units if not stay[k]]
         for module in modules:
             module.unshard()
@@ -157,18 +157,28 @@ class Kept:
         if self.asked is None and not self._releases:
             return  # which shows how much memory is left
         goes_on = self.batch is not None and self.batch.goes_on
-        held = [goes_on, self.are_held, *self.gathering.are_whole]
-        found = self.ranks.stacked(torch.tensor(held, device=self.ranks.device))
-        if bool((found[:, 1:] != found[0, 1:]).any()):
-            self.end()
-            self.gathering.let_go()
-        if bool(found[:, 0].all()):
+        if self._compared(goes_on):
             if self.chosen is None:
                 self.chosen = self.asked or self._fits()
             if self.chosen:
                 self._hold(is_last=False)
         elif self.are_held:
             self._hold(is_last=True)
+
+    def whole_on_all(self) -> list[bool]:
+        """Return of every unit whether its kept numbers are there; all ranks call this."""
+        if self.chosen:  # one rank may have saved since the pass
+            self._compared(True)
+        return self.gathering.are_whole if self.are_held else [False] * len(self.gathering.modules)
+
+    def _compared(self, mine: bool) -> bool:
+        """Let all ranks let go where they have not the same units whole; return whether ``mine`` is true on all."""
+        held = [mine, self.are_held, *self.gathering.are_whole]
+        found = self.ranks.stacked(torch.tensor(held, device=self.ranks.device))
+        if bool((found[:, 1:] != found[0, 1:]).any()):
+            self.end()
+            self.gathering.let_go()
+        return bool(found[:, 0].all())
 
     def end(self) -> None:
         """Shard again what was kept, and let FSDP do from now on as it was told by the user."""

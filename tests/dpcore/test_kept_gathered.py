@@ -64,6 +64,11 @@ def test_what_comes_between_pieces_changes_nothing_and_leaves_nothing_whole(foun
             assert "PrivacyError" in kept_on["said"]
 
 
+def test_one_rank_may_look_at_its_shards_between_a_pass_and_its_step(found):
+    for report in found:
+        assert torch.equal(*report["looked at"])
+
+
 def test_an_engine_whose_pass_failed_lets_go_and_makes_the_same_step(found):
     for report in found:
         apiece, kept_on = report["failing engine"]
