@@ -72,11 +72,8 @@ class Copies:
         ranks = self._together.ranks
         mine = [*rows, *(torch.cat([rows[0][:0], *read]).unique() for read in self._read)]
         waits = all(table.is_hidden for table in self._tables)
-        noise = (
-            self._noise.version,
-            self._noise.rank,
-            self._noise.seed,
-        )  # drawn before the engine compares it
+        # Rows may get noise before the engine compares what it is drawn by.
+        noise = (self._noise.version, self._noise.rank, self._noise.seed)
         like = [steps, self._weights, hash(noise)]
         told = ranks.stacked(torch.tensor([*like, waits, *map(len, mine)], device=ranks.device)).tolist()
         if any(of[:3] != like for of in told):
