@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,20 @@ def looked_at(keep: bool) -> torch.Tensor:
     return weights(module)
 
 
+def change(engine: Any, module: Any, optimizer: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        for param in module._module.module.parameters():
+            param.mul_(1.1)
+
+
+def warned(how: str, interruption: Interruption | None) -> bool:
+    """Return whether a run that keeps parameters says that a change of them is lost."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(how, True, interruption)
+    return any("the change is lost" in str(warning.message) for warning in caught)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -162,6 +177,7 @@ def main() -> None:
     found["engine"] = [engines.train_by_engine(False, "sharded", physical_batch_size=2, keep_gathered=keep)["weights"]
                        for keep in (False, True)]  # fmt: skip
     found["failing engine"] = [failing_engine(keep) for keep in (False, True)]
+    found["warned"] = [warned("sharded", change), *(warned(how, None) for how in ("sharded", "columns", "narrow"))]
     found["looked at"] = [looked_at(keep) for keep in (False, True)]
     found["much"], found["little"] = chosen(2**60), chosen(1)
     torch.save(found, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
