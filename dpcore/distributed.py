@@ -145,7 +145,7 @@ class Ranks:
 
     def _differing(self, values: dict[str, Any]) -> list[str]:
         """Return the names of the values whose text is not the same on all ranks."""
-        mine = torch.tensor([_digest([repr(v).encode()]) for v in values.values()], device=self.device)
+        mine = torch.tensor([_digest([repr(_plain(v)).encode()]) for v in values.values()], device=self.device)
         everyone = self.stacked(mine)
         differs = (everyone != everyone[0]).any(0).tolist()
         return [name for name, different in zip(values, differs, strict=True) if different]
@@ -376,6 +376,15 @@ def _projections(rows: Tensor) -> Tensor:
     while rows.dim() > 1:
         rows = rows @ torch.randn(rows.shape[-1], generator=generator).to(rows)
     return rows.double().view(-1)
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with numbers in the place of tensors, whose text has but four digits."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _digest(texts: Iterable[bytes]) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dpcore.distributed import Ranks
+from dpcore.errors import warn_caller
 from dpcore.free_memory import free_bytes
 
 SHARE_OF_FREE = 0.5
@@ -82,6 +83,11 @@ class Gathering:
         return [any(param.untyped_storage().size() for param in unit) for unit in self._units]
 
     @property
+    def versions(self) -> list[int]:
+        """Return how often each whole parameter was changed in place."""
+        return [param._version for unit in self._units for param in unit]
+
+    @property
     def whole_bytes(self) -> list[int]:
         """Return of every unit how many bytes its parameters have where they are whole."""
         return [sum(param.numel() * param.element_size() for param in unit) for unit in self._units]
@@ -93,7 +99,7 @@ class Gathering:
 
     @contextmanager
     def _gathered(self, units: Iterable[int]) -> Iterator[None]:
-        stay = self.are_whole if self.kept.are_held else [False] * len(self.modules)
+        stay = self.kept.whole_on_all()
         modules = [self.modules[k] for k in units if not stay[k]]
         for module in modules:
             module.unshard()
@@ -144,6 +150,7 @@ class Kept:
         """What the ranks have chosen; None: nothing yet."""
         self._releases = 0
         self._settings: list[tuple[Any, Any, bool]] = []  # of FSDP's groups, as they were before
+        self._versions: list[int] = []  # of whole parameters, which gathering them leaves as they are
 
     @property
     def are_held(self) -> bool:
@@ -157,18 +164,28 @@ class Kept:
         if self.asked is None and not self._releases:
             return  # which shows how much memory is left
         goes_on = self.batch is not None and self.batch.goes_on
-        held = [goes_on, self.are_held, *self.gathering.are_whole]
-        found = self.ranks.stacked(torch.tensor(held, device=self.ranks.device))
-        if bool((found[:, 1:] != found[0, 1:]).any()):
-            self.end()
-            self.gathering.let_go()
-        if bool(found[:, 0].all()):
+        if self._compared(goes_on):
             if self.chosen is None:
                 self.chosen = self.asked or self._fits()
             if self.chosen:
                 self._hold(is_last=False)
         elif self.are_held:
             self._hold(is_last=True)
+
+    def whole_on_all(self) -> list[bool]:
+        """Return of every unit whether its kept numbers are there; all ranks call this."""
+        if self.chosen:  # one rank may have saved since the pass
+            self._compared(True)
+        return self.gathering.are_whole if self.are_held else [False] * len(self.gathering.modules)
+
+    def _compared(self, mine: bool) -> bool:
+        """Let all ranks let go where they have not the same units whole; return whether ``mine`` is true on all."""
+        held = [mine, self.are_held, *self.gathering.are_whole]
+        found = self.ranks.stacked(torch.tensor(held, device=self.ranks.device))
+        if bool((found[:, 1:] != found[0, 1:]).any()):
+            self.end()
+            self.gathering.let_go()
+        return bool(found[:, 0].all())
 
     def end(self) -> None:
         """Shard again what was kept, and let FSDP do from now on as it was told by the user."""
@@ -177,7 +194,13 @@ class Kept:
         for group, forward, backward in self._settings:
             group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
         self._settings = []
+        is_changed = self.gathering.versions != self._versions
         self.gathering.let_go()
+        if is_changed:
+            warn_caller(
+                "Parameters were changed in place between the pieces of a batch, while they were gathered: the change "
+                "is lost, since the shards are what stays. Change them between batches, or set keep_gathered=False."
+            )
 
     def note_release(self) -> None:
         """End, before weights change; all ranks call this."""
@@ -188,6 +211,7 @@ class Kept:
         modules = self.gathering.modules
         if not self._settings:
             groups = [group for module in modules for group in _groups_of(module)]
+            self._versions = self.gathering.versions
             self._settings = [(g, g.post_forward_mesh_info, g.reshard_after_backward) for g in groups]
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)

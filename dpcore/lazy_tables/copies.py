@@ -12,6 +12,7 @@ from dpcore.distributed import fingerprint
 from dpcore.engine.together import Together
 from dpcore.errors import PrivacyError
 from dpcore.lazy_tables.table import CHUNK, Read, Table
+from dpcore.noise import GaussianNoise
 
 
 class Copies:
@@ -21,11 +22,11 @@ class Copies:
     it is brought up to date: so that is the same on all ranks, also for what calls of the model read on one of them.
     """
 
-    def __init__(self, together: Together | None, tables: Sequence[Table], kind: object) -> None:
-        """Take the ``tables``, and of what ``kind`` they are, which is compared."""
+    def __init__(self, together: Together | None, tables: Sequence[Table], noise: GaussianNoise, kind: object) -> None:
+        """Take the ``tables``, their ``noise``, and of what ``kind`` they are, which is compared."""
         self.made = 0
         """How many steps were made, and written to all tables."""
-        self._together, self._tables = together, tables
+        self._together, self._tables, self._noise = together, tables, noise
         self._are_alike = together is None
         self._weights = 0
         self._read: list[list[Tensor]] = [[] for _ in tables]
@@ -63,7 +64,7 @@ class Copies:
             Those, ascending; and what all ranks are to bring up to date before, since any has: None for all rows.
 
         Raises:
-            PrivacyError: a rank has failed, has other weights at the first step, or has made more steps.
+            PrivacyError: a rank has failed, has other noise, other weights at the first step, or has made more steps.
         """
         if self._together is None:
             return list(rows), []
@@ -71,10 +72,13 @@ class Copies:
         ranks = self._together.ranks
         mine = [*rows, *(torch.cat([rows[0][:0], *read]).unique() for read in self._read)]
         waits = all(table.is_hidden for table in self._tables)
-        told = ranks.stacked(torch.tensor([steps, self._weights, waits, *map(len, mine)], device=ranks.device)).tolist()
-        if len({(made, weights) for made, weights, *_ in told}) > 1:
-            ranks.agree({"the number of steps": steps, "the weights": self._weights})
-        counts = [of for _, _, _, *of in told]
+        # Rows may get noise before the engine compares what it is drawn by.
+        noise = (self._noise.version, self._noise.rank, self._noise.seed)
+        like = [steps, self._weights, hash(noise)]
+        told = ranks.stacked(torch.tensor([*like, waits, *map(len, mine)], device=ranks.device)).tolist()
+        if any(of[:3] != like for of in told):
+            ranks.agree({"the number of steps": steps, "the weights": self._weights, "the noise": noise})
+        counts = [of for _, _, _, _, *of in told]
         padded = torch.zeros(max(map(sum, counts)), dtype=torch.int64, device=ranks.device)
         padded[: sum(counts[ranks.rank])] = torch.cat(mine)
         found = [row[: sum(of)].split(of) for row, of in zip(ranks.stacked(padded).cpu(), counts, strict=True)]
@@ -83,7 +87,7 @@ class Copies:
         read, between = together[: len(rows)], together[len(rows) :]
         # Where the step fails, some ranks may have brought them up to date, and others not.
         self._read = [[*of] for of in zip(read, between, strict=True)]
-        all_wait = all(waits for _, _, waits, *_ in told)
+        all_wait = all(waits for _, _, _, waits, *_ in told)
         return read, [*zip(self._tables, between, strict=True)] if all_wait else None
 
     def forget(self) -> None:

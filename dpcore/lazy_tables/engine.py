@@ -112,7 +112,7 @@ class LazyEngine:
         of_windows.accumulator = self.engine.accumulator
         self._others = {name for param, name in self.engine.accumulator.names.items() if param not in behind}
         self._history = History(0, exact_steps, self._parts)
-        self._copies = Copies(self.engine.together, [*self._tables.values()], (exact_steps, self._parts))
+        self._copies = Copies(self.engine.together, [*self._tables.values()], self.noise, (exact_steps, self._parts))
         for name, module in self._modules.items():
             watch(module, self._tables[name], self)
         if self._parts == 2:
@@ -171,6 +171,8 @@ class LazyEngine:
                 self.flush()
             own = [self._read(name, x) for name in self._tables]
         rows, before = self._copies.gather(own, self.steps)
+        for window, read in zip(self._windows.values(), rows, strict=True):
+            window.make_room(len(read))  # on all ranks, also on one that fails below: their sums are of one length
         with self._copies.attempt():
             if before is None:
                 self.flush()

@@ -36,12 +36,16 @@ class Window(nn.Module):
         """The table's rows that are here, ascending."""
         return self._shown
 
-    def show(self, rows: Tensor, values: Tensor) -> None:
-        """Hold these rows, different ones in ascending order, from now on."""
-        places = len(rows) + 1  # place 0 is where ids of padding lead, which are not trained
+    def make_room(self, count: int) -> None:
+        """Have places for so many rows."""
+        places = count + 1  # place 0 is where ids of padding lead, which are not trained
         if places > len(self.rows):
             self.rows.data = torch.zeros(1 << (places - 1).bit_length(), self.embedding_dim)
-        self.rows.data[1:places] = values
+
+    def show(self, rows: Tensor, values: Tensor) -> None:
+        """Hold these rows, different ones in ascending order, from now on."""
+        self.make_room(len(rows))
+        self.rows.data[1 : len(rows) + 1] = values
         if self._padding is not None and len(at := (rows == self._padding).nonzero()):
             self.rows.data[0] = values[at[0, 0]]
         self._shown = rows

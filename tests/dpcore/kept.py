@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import gathering
-from tests.dpcore import engines
-from tests.dpcore.ranks import DIVISOR, WORLD, data, private, refusal, step, weights
+from dpcore import PrivacyEngine, gathering
+from tests.dpcore import engines, shards
+from tests.dpcore.ranks import DIVISOR, WORLD, data, private, refusal, sharding, step, weights
 
 HOWS = ["sharded", "columns", *(["hybrid"] if WORLD > 2 else [])]
 Interruption = Callable[[Any, Any, Any, torch.Tensor], Any]
@@ -129,6 +133,39 @@ def failing_engine(keep: bool) -> dict[str, Any]:
     return {"weights": weights(module), "shown": shown, "said": engine.explain()}
 
 
+def looked_at(keep: bool) -> torch.Tensor:
+    """Let one rank look at its shards between a pass and its step, which reads weights once more."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(shards.Derived(shards.READ_BACK[0]), nn.Linear(3, 2))
+    fully_shard(whole, **sharding("sharded"))
+    module, optimizer, loader = PrivacyEngine(seed=7).make_private(
+        module=whole, optimizer=torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=10), noise_multiplier=1.0,
+        max_grad_norm=1.0, max_physical_batch_size=2, loss_reduction="sum", keep_gathered=keep,
+    )  # fmt: skip
+    for (x,) in loader:
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        if dist.get_rank() == 0:
+            module.state_dict()
+        optimizer.step()
+    return weights(module)
+
+
+def change(engine: Any, module: Any, optimizer: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        for param in module._module.module.parameters():
+            param.mul_(1.1)
+
+
+def warned(how: str, interruption: Interruption | None) -> bool:
+    """Return whether a run that keeps parameters says that a change of them is lost."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(how, True, interruption)
+    return any("the change is lost" in str(warning.message) for warning in caught)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -140,6 +177,8 @@ def main() -> None:
     found["engine"] = [engines.train_by_engine(False, "sharded", physical_batch_size=2, keep_gathered=keep)["weights"]
                        for keep in (False, True)]  # fmt: skip
     found["failing engine"] = [failing_engine(keep) for keep in (False, True)]
+    found["warned"] = [warned("sharded", change), *(warned(how, None) for how in ("sharded", "columns", "narrow"))]
+    found["looked at"] = [looked_at(keep) for keep in (False, True)]
     found["much"], found["little"] = chosen(2**60), chosen(1)
     torch.save(found, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -162,12 +162,35 @@ def check_interrupted() -> Any:
     return [refusal(lambda: one.step(x, y)), refusal(lambda: one.step(x, y))]
 
 
+def check_replaced() -> Any:
+    """The last rank's table is replaced, or its seed is another one, for one step that would read many rows."""
+    found: dict[str, Any] = {}
+    for what in ("table", "seed"):
+        one, is_last = on_ranks(exact_steps=1), dist.get_rank() == dist.get_world_size() - 1
+        few, many = (
+            mine(*batch(torch.Generator().manual_seed(9), size=size, rows=rows)) for size, rows in ((3, 5), (40, 50))
+        )
+        for _ in range(4):
+            one.step(*few)
+        if is_last and what == "table":
+            one._weights["module.items"].data = torch.zeros(50, 8)
+        elif is_last:
+            one.noise.seed = 6
+        said = _said(partial(one.step, *many))
+        one.noise.seed = 5
+        if is_last and what == "table":
+            one.flush()
+        one.step(*few)
+        found[what] = {"said": said, "weights": of_all(one)}
+    return found
+
+
 def check_refused() -> Any:
     """Ranks of which one has something else than the others, and models in shards."""
     rank = dist.get_rank()
     x, y = mine(*batch(torch.Generator().manual_seed(9), size=8))
     found = {"exact": refusal(lambda: on_ranks(exact_steps=2 + rank))}
-    for what in ("weights", "momentum", "steps", "rate"):
+    for what in ("weights", "momentum", "steps", "rate", "tensor"):
         one = on_ranks(momentum=0.5)
         before = {name: value.clone() for name, value in one.model.state_dict().items()}
         weight = one.model.module.items.weight
@@ -180,6 +203,8 @@ def check_refused() -> Any:
             one.steps = 1
         if rank and what == "rate":
             one.optimizer.param_groups[0]["lr"] = 0.2
+        if what == "tensor":
+            one.optimizer.param_groups[0]["lr"] = torch.tensor(0.3 + 1e-6 * rank)  # which its text does not tell
         found[what] = refusal(partial(one.step, x, y))
         assert all(torch.equal(value, before[name]) for name, value in one.model.state_dict().items())
     if hasattr(torch.cpu.Stream, "record_event"):

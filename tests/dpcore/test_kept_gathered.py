@@ -64,6 +64,16 @@ def test_what_comes_between_pieces_changes_nothing_and_leaves_nothing_whole(foun
             assert "PrivacyError" in kept_on["said"]
 
 
+def test_a_change_of_what_is_gathered_is_warned_of_and_nothing_else(found):
+    for report in found:
+        assert report["warned"] == [True, False, False, False]
+
+
+def test_one_rank_may_look_at_its_shards_between_a_pass_and_its_step(found):
+    for report in found:
+        assert torch.equal(*report["looked at"])
+
+
 def test_an_engine_whose_pass_failed_lets_go_and_makes_the_same_step(found):
     for report in found:
         apiece, kept_on = report["failing engine"]

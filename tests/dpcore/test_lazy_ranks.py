@@ -13,7 +13,7 @@ from tests.dpcore.several import launch
 pytestmark = pytest.mark.xdist_group("ranks")
 
 CHECKS = ["update", "noise", "shares", "between", "resume"]
-OF_SEVERAL = ["failed", "interrupted", "refused"]
+OF_SEVERAL = ["failed", "interrupted", "replaced", "refused"]
 
 
 @pytest.fixture(scope="module", params=[2, 1, pytest.param(4, marks=pytest.mark.slow)])
@@ -117,6 +117,15 @@ def test_a_step_that_one_rank_has_not_written_whole_ends_the_run(found):
     assert all("Step 1 was interrupted on this rank" in said for said in found[-1]["interrupted"])
 
 
+def test_ranks_are_alike_behind_a_step_that_one_could_not_make(found):
+    if len(found) == 1:
+        pytest.skip("asked of several ranks")
+    for report in (report["replaced"] for report in found):
+        assert "failed on rank" in report["table"]["said"] or "A table was moved" in report["table"]["said"]
+        assert "differ in the noise" in report["seed"]["said"]
+        assert all(same(report[what]["weights"], found[0]["replaced"][what]["weights"]) for what in report)
+
+
 def test_ranks_that_differ_are_refused(found):
     if len(found) == 1:
         pytest.skip("asked of several ranks")
@@ -128,5 +137,5 @@ def test_ranks_that_differ_are_refused(found):
             "steps": "the number of steps",
         }.items():
             assert f"differ in {named}: " in said[what]
-        assert "differ in the optimizer's settings" in said["rate"]
+        assert all("differ in the optimizer's settings" in said[what] for what in ("rate", "tensor"))
         assert "a lazy table is whole on every rank" in said.get("shards", "a lazy table is whole on every rank")
