@@ -119,15 +119,16 @@ class Size:
 # an optimizer in the private one's place. Harness lowered: Vega-Lite draws its figures, git finds mirrors.
 # On 2026-11-30 dpcore by 577 and tests by 569 for lazy tables on copies, parameters that stay gathered between pieces,
 # and checkpoints on several disks; harness was lowered by 402.
+# And by 43 and 83 for what a review of these three found: seeds of ranks that differ once, windows of other lengths.
 LIMITS = {
     "harness": Size(lines=39_030, long_classes=0, long_files=0),
-    "dpcore": Size(lines=36_474, long_classes=0, long_files=0),
+    "dpcore": Size(lines=36_517, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_713, long_classes=0, long_files=0),
-    "tests": Size(lines=60_929, long_classes=0, long_files=16),
+    "tests": Size(lines=61_013, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 199_374, 449
+WRITTEN, WORDS = 199_364, 449
 
 
 def files(folder: str) -> Iterator[Path]:
