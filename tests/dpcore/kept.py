@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dpcore import PrivacyEngine, gathering
 from tests.dpcore import engines, shards
 from tests.dpcore.ranks import DIVISOR, WORLD, data, private, refusal, sharding, step, weights
 
+PIECE = 4 // WORLD
 HOWS = ["sharded", "columns", *(["hybrid"] if WORLD > 2 else [])]
 Interruption = Callable[[Any, Any, Any, torch.Tensor], Any]
 
@@ -45,17 +47,16 @@ def whole(module: Any) -> int:
 
 
 def trained(how: str, keep: bool | None, interruption: Interruption | None = None, rounds: int = 1) -> dict[str, Any]:
-    """Train in pieces of two examples; once, behind the second batch's first piece, there is an interruption.
+    """Train in pieces of some examples; once, behind the second batch's first piece, there is an interruption.
 
     Where that returns True the loop is left, and begun anew.
     """
-    run = private(1.0, torch.float32, how=how, max_physical_batch_size=2, keep_gathered=keep)
-    engine, module, optimizer, loader = run
+    options = {"how": how, "max_physical_batch_size": PIECE, "keep_gathered": keep}
+    engine, module, optimizer, loader = private(1.0, torch.float32, **options)
     found: dict[str, Any] = {"within": set(), "behind": set(), "gathers": []}
     waiting, rest = interruption, rounds
     with Gathers() as gathers:
-        while rest:
-            rest -= 1
+        while (rest := rest - 1) >= 0:
             for x, y, _ in loader:
                 step(module, optimizer, x, y)
                 found["within" if optimizer.batch_goes_on else "behind"].add(whole(module))
@@ -122,8 +123,7 @@ def failing_engine(keep: bool) -> dict[str, Any]:
     engine = engines.engine_of(module, physical_batch_size=2, keep_gathered=keep)
     x, y, _ = data(torch.float32)[dist.get_rank() : DIVISOR : WORLD]
     engine.step(x, y)
-    shown = []
-    engine.loss_fn = losses
+    shown, engine.loss_fn = [], losses
     for _ in range(2):
         try:
             engine.step(x, y)
@@ -174,8 +174,8 @@ def main() -> None:
         found[how] = {str(keep): trained(how, keep) for keep in (False, True, None)}
     for interruption in INTERRUPTIONS:
         found[interruption.__name__] = [trained("sharded", keep, interruption) for keep in (False, True)]
-    found["engine"] = [engines.train_by_engine(False, "sharded", physical_batch_size=2, keep_gathered=keep)["weights"]
-                       for keep in (False, True)]  # fmt: skip
+    by_engine = partial(engines.train_by_engine, False, "sharded", physical_batch_size=PIECE)
+    found["engine"] = [by_engine(keep_gathered=keep)["weights"] for keep in (False, True)]
     found["failing engine"] = [failing_engine(keep) for keep in (False, True)]
     found["warned"] = [warned("sharded", change), *(warned(how, None) for how in ("sharded", "columns", "narrow"))]
     found["looked at"] = [looked_at(keep) for keep in (False, True)]
