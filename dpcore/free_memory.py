@@ -1,4 +1,4 @@
-"""How much memory is free for a device: a GPU's own, or this machine's."""
+"""Memory that is free for a device: a GPU's own, or this machine's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of a control group, in the second and the first version: its limit, what is used, and what of it can be dropped."""
+"""A control group's limit, what is used, and what of it can be dropped, in the second and the first version."""
 
 
 def free_bytes(device: torch.device) -> int:

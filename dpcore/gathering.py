@@ -126,7 +126,7 @@ def end_keeping(module: nn.Module) -> None:
 
 
 class Batch(Protocol):
-    """What knows about the logical batch under way."""
+    """Knows about the logical batch under way."""
 
     @property
     def goes_on(self) -> bool:

@@ -128,7 +128,7 @@ LIMITS = {
     "tests": Size(lines=61_013, long_classes=0, long_files=16),
 }
 PRINTED = {"cases.md", "models.md", "exactness.md", "rules.md", "side_by_side.md"}
-WRITTEN, WORDS = 199_807, 449
+WRITTEN, WORDS = 199_823, 449
 
 
 def files(folder: str) -> Iterator[Path]:

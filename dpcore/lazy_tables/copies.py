@@ -25,7 +25,7 @@ class Copies:
     def __init__(self, together: Together | None, tables: Sequence[Table], noise: GaussianNoise, kind: object) -> None:
         """Take the ``tables``, their ``noise``, and of what ``kind`` they are, which is compared."""
         self.made = 0
-        """How many steps were made, and written to all tables."""
+        """The number of steps that were made, and written to all tables."""
         self._together, self._tables, self._noise = together, tables, noise
         self._are_alike = together is None
         self._weights = 0

@@ -76,7 +76,7 @@ def check_noise() -> Any:
 
 
 def check_shares() -> Any:
-    """How many numbers of the last step's release this rank has drawn, and of how many."""
+    """Return how many numbers of the last step's release this rank has drawn, and of how many."""
     one, drawn = on_ranks(), []
     noise = one.engine.noise
     put = noise._put
