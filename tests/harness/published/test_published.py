@@ -186,6 +186,20 @@ def test_the_result_shown_first_rests_on_cited_runs() -> None:
                 assert len(kinds) == 1 or block["kind"] == "compute", "ratios are not compared across machines"
 
 
+def test_the_first_tables_have_no_time_that_is_not_in_a_generated_one() -> None:
+    with_interval = re.compile(r"(\d+\.\d+)×?ᵉ? \[(\d+\.\d+), (\d+\.\d+)\]")
+    ratio = re.compile(r"\d+\.\d{2}(?!\d)")
+    rounded = lambda numbers: tuple(f"{float(number):.2f}" for number in numbers)  # noqa: E731
+    recent = [page for page in pages.pages() if page.name >= "2026-11-29" or page.name == "README.md"]
+    made = "".join(block.group() for page in recent for block in pages.BLOCK.finditer(page.read_text()))
+    known, alone = set(map(rounded, with_interval.findall(made))), set(rounded(re.findall(r"\d+\.\d+", made)))
+    for page, least in ((Path("README.md"), 6), (RESULTS / "README.md", 30)):
+        typed = re.findall(r"^\| .*$", pages.BLOCK.sub("", page.read_text()), re.MULTILINE)
+        assert set(map(rounded, with_interval.findall("\n".join(typed)))) <= known
+        found = ratio.findall("\n".join(typed))
+        assert set(found) <= alone and len(found) >= least
+
+
 def test_a_stale_table_is_found_and_mended() -> None:
     text = "before\n<!-- ratios: grid-lstm-2 at 512 -->\n| 0.01 |\n<!-- end -->\nafter\n"
     made = pages.fill(index.ROOT / "README.md", text)
