@@ -275,7 +275,8 @@ def count(accountant: IAccountant, noise_multiplier: float, sample_rate: Rate, s
         accountant.count_epochs(noise_multiplier=noise_multiplier, bins=sample_rate[1], epochs=steps)
         return
     given: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
-    if "steps" in inspect.signature(accountant.step).parameters:
+    # Of one step, as nearly always, the signature need not be looked at, which takes as long as a small layer.
+    if steps > 1 and "steps" in inspect.signature(accountant.step).parameters:
         accountant.step(**given, steps=steps)
         return
     for _ in range(steps):
