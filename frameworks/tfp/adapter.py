@@ -70,7 +70,22 @@ class TimeLoop(keras.layers.Layer):
         return tf.transpose(outputs.stack(), [1, 0, 2])
 
 
-def layers(task: Task, vectorised: bool) -> list[keras.layers.Layer]:
+def bags(layer: tasks.Bags, vectorised: bool) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Return the tables of a recommender as layers of their own, which the library's registry knows."""
+    lookup = Lookup if vectorised else keras.layers.Embedding
+    tables = [lookup(table.num_embeddings, table.dim) for table in layer.maps]
+
+    def call(x: tf.Tensor) -> tf.Tensor:
+        counts, fields = x[:, : layer.counts], x[:, layer.counts :]
+        found = [tf.math.log1p(tf.cast(counts, tf.float32))]
+        for i, table in enumerate(tables):
+            found.append(tf.reduce_sum(table(fields[:, i * layer.ids : (i + 1) * layer.ids]), 1))
+        return tf.concat(found, 1)
+
+    return call
+
+
+def layers(task: Task, vectorised: bool) -> list[Callable[[tf.Tensor], tf.Tensor]]:
     """The task's network as Keras layers; trained variables come in the order of ``task.parameters``."""
     found = []
     for layer in task.layers:
@@ -81,6 +96,8 @@ def layers(task: Task, vectorised: bool) -> list[keras.layers.Layer]:
                 found.append(keras.layers.Dense(size))
             case tasks.Embedding(_, rows, dim):
                 found.append(Lookup(rows, dim) if vectorised else keras.layers.Embedding(rows, dim))
+            case tasks.Bags():
+                found.append(bags(layer, vectorised))
             case tasks.Lstm(_, _, hidden):
                 found.append(TimeLoop(hidden) if vectorised else keras.layers.LSTM(hidden, return_sequences=True))
             case tasks.ReLU():
