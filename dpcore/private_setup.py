@@ -293,7 +293,7 @@ class Setup:
             return
         shards = reduction_of(self.module, self.ranks).shards
         trained = {n: shards.get(p, p) for n, p in self.module.named_parameters() if p.requires_grad}
-        named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction", "keep_gathered")
+        named = {"poisson_sampling", "sampling", "mechanism", "max_grad_norm", "clipping", "loss_reduction"}
         self.ranks.agree(
             {
                 "accountant": mechanism,
@@ -303,6 +303,7 @@ class Setup:
                 "expected_batch_size": divisor,
                 "noise_multiplier": self.noise_multiplier,
                 **{name: value for name, value in self.settings.items() if name in named},
+                "keep_gathered": self.settings["keep_gathered"],
                 "group": self.group,
                 "the trained parameters": [(name, tuple(p.shape), p.dtype) for name, p in trained.items()],
             }
