@@ -393,7 +393,7 @@ def correlate(optimizer: Any, mechanism: CorrelatedNoise | None, cycle: int) -> 
         optimizer.attach_step_guard(optimizer.run.correlation.check)
 
 
-def check_correlated(settings: Mapping[str, Any], ranks: Any, secure: bool) -> None:
+def check_correlated(settings: Mapping[str, Any], secure: bool) -> None:
     """Refuse what correlated noise does not go with, before anything is done.
 
     Raises:
@@ -409,7 +409,6 @@ def check_correlated(settings: Mapping[str, Any], ranks: Any, secure: bool) -> N
             "instance, or None for independent noise."
         )
     against = {
-        "tensor parallelism": ranks is not None and ranks.parts is not None,
         "secure_mode, whose noise cannot be drawn again": secure,
         f"clipping={settings['clipping']!r}": settings["clipping"] not in ("flat", "automatic"),
         f"grad_sample_mode={settings['grad_sample_mode']!r}": settings["grad_sample_mode"] in ("ghost", "no_op"),

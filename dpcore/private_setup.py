@@ -130,7 +130,7 @@ class Setup:
             )
         self._check_numbers()
         self._check_clipping()
-        check_correlated(settings, self.ranks, self.secure)
+        check_correlated(settings, self.secure)
         sampling_of(settings)
         check_keeps(settings["keep_gathered"], reduction_of(self.module, self.ranks))
         check_parameters(self.module, self.optimizer)

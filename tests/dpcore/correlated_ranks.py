@@ -18,14 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import CorrelatedNoise, PrivacyEngine
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from dpcore.noise import GaussianNoise
-from tests.dpcore.ranks import noted, refusal, sharding, ways, weights
+from tests.dpcore.ranks import WORLD, noted, refusal, sharding, ways, weights
 
 SETTINGS: dict[str, Any] = {"max_grad_norm": 0.5, "noise_multiplier": 0.8, "expected_batch_size": 13}
 MECHANISMS = {
@@ -36,9 +38,11 @@ MECHANISMS = {
 }
 NUMBERS = 473
 """Of the model: no number of ranks divides them."""
-ASKED = [(how, name) for how in ways() for name in (MECHANISMS if how == "replicated" else ["banded"])]
+SPLIT = ["split", *(["copies", "shards"] if WORLD == 4 else [])]
+HOWS = [*ways(), *(how for how in SPLIT if how != "shards" or "sharded" in ways())]
+ASKED = [(how, name) for how in HOWS for name in (MECHANISMS if how == "replicated" else ["banded"])]
 """How a model is held, and the mechanism."""
-RESUMED = [(how, name) for how, name in ASKED if how in ("replicated", "sharded") and name != "square root"]
+RESUMED = [(how, name) for how, name in ASKED if how in ("replicated", "sharded", "split") and name != "square root"]
 Run = tuple[PrivacyEngine, Any, Any, Any]
 
 
@@ -47,6 +51,16 @@ def model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 3, bias=False)
     ).to(dtype)
+
+
+def split(module: nn.Module, how: str) -> nn.Module:
+    """Return a module whose layers are split over all ranks, or over pairs of them, which hold copies or shards."""
+    world, plan = dist.get_world_size(), {"3": ColwiseParallel(), "5": RowwiseParallel()}
+    if how == "split":
+        return parallelize_module(module, init_device_mesh("cpu", (world,)), plan)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(module, mesh["tensor"], plan)
+    return DPDDP(module, device_mesh=mesh["data"]) if how == "copies" else fully_shard(module, mesh=mesh["data"])
 
 
 def private(
@@ -65,6 +79,8 @@ def private(
         module = module.to(memory_format=torch.channels_last)
     if how == "replicated":
         module = DPDDP(module)
+    elif how in SPLIT:
+        module = split(module, how)
     elif how != "alone":
         for layer in (module[0], module[3], module):  # type: ignore[index]
             fully_shard(layer, **sharding(how))
@@ -281,8 +297,6 @@ def of_step(name: str) -> dict[str, Any]:
 
 
 def check_refused() -> Any:
-    from tests.dpcore import parallel  # slow to import
-
     rank = dist.get_rank()
     several = [MECHANISMS["banded"], MECHANISMS["previous"]]
     loader = copy.deepcopy(private(several[0])[3])
@@ -295,7 +309,6 @@ def check_refused() -> Any:
         "batch": refusal(lambda: private(several[0], batch=13 - min(rank, 1))),
         "copied loader": refusal(lambda: private(several[0], loader=loader)),
         "unfollowed": refusal(lambda: private(several[0], check_batches=False)),
-        "split": refusal(lambda: parallel.private("perceptron", mechanism=several[0], sample_rate=None)),
     }
     return found
 
