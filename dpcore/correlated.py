@@ -4,7 +4,7 @@ Step t gets z_t + w_1 z_(t-1) + ... + w_(p-1) z_(t-p+1), with independent z and 
 lower triangular Toeplitz matrix C⁻¹, whose first column is (1, w_1, ...). Or C has the bands (1, c_1, ..., c_(p-1)),
 and step t gets y_t = z_t - c_1 y_(t-1) - ... - c_(p-1) y_(t-p+1). Noise has addresses here (:mod:`dpcore.noise`) and
 does not depend on the data, so that it is made for some steps at once, in a cache, where z of a few earlier ones is
-drawn again. Only noise is kept, never a gradient.
+drawn again. Only noise is kept, never a gradient; of several ranks each keeps that of its share of the addresses.
 
 What it costs. A run is one Gaussian mechanism for C x, x the clipped sums of all its steps, also where they depend on
 what was released before (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1). Batches are those of a fixed cycle: every
@@ -15,7 +15,8 @@ v = C (1, 0, ..., 0, 1, 0, ...), ones at the multiples of b. Round r costs as mu
 whose noise is smaller by the root of S_r, the sum of v_t^2 over its steps. Batches of which nothing was released cost
 no more, for whichever s: what an example would have added there is free, so let it be what makes the move d of C x zero
 there; then d_t <= v_(t-s) elsewhere by induction, for d_t = x_t - w_1 d_(t-1) - ... and no -w is negative, and
-v_(t+b) >= v_t lets a round, shifted by s, cost no more than itself.
+v_(t+b) >= v_t lets a round, shifted by s, cost no more than itself. Ranks have disjoint parts of one process's batches,
+whose sums add up to that process's: an example moves x as it does there.
 
 Where C is banded, a round must have p batches or more. Then no two gradients of an example meet in a row of C x, which
 moves by the root of the sum of their squares times ‖c‖ (Choquette-Choo et al. 2023, arXiv:2306.08153): S_r is ‖c‖². And
@@ -36,6 +37,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dpcore import native
@@ -217,34 +219,48 @@ class Correlation:
         return {**self.__dict__, "_ahead": {}}
 
     def check(self, optimizer: Any) -> None:
-        """Look at the step at hand before anything of it is released, and number it.
+        """Look at the step at hand before anything of it is released, and number it; on all ranks, which call this.
 
         Raises:
-            PrivacyError: it is not certain that its batch is the next one of the cycle, or noise or bound were changed.
+            PrivacyError: on some rank it is not certain that its batch is the next one of the cycle, or noise or bound
+                were changed; or the ranks are at different steps, or have made others.
         """
+        run, used, ranks = optimizer.run, optimizer.run.ledger.used, optimizer.ranks
+        refused = self._refusal(optimizer)
+        if ranks is not None:
+            ranks.raise_together(refused)
+        elif refused is not None:
+            raise refused
+        batches = run.loader.sampler_state.name_at(0)
+        if ranks is not None:
+            made = self.mechanism.weights, self.mechanism.is_banded, self.cycle, self.last, self.counted, self._stream
+            ranks.agree({"the steps of correlated noise": (*made, optimizer.noise.rank, used[0].draw, batches)})
+        self.step, self.batches = used[0].draw, batches
+
+    def _refusal(self, optimizer: Any) -> PrivacyError | None:
+        """Return why this process refuses the step at hand, if it does."""
         run, used = optimizer.run, optimizer.run.ledger.used
         if not self._is_next(used, run.loader):
-            raise PrivacyError(
+            return PrivacyError(
                 "Correlated noise needs one batch of the private loader for every step, in their order, and the batch "
                 "of this step is another one, or it is not known which, after one that was fetched and not used, say: "
                 "nothing was released. Loop over the loader itself, with one optimizer.step() for each batch, by one "
                 "optimizer for each loader; go on by engine.load_checkpoint, or make the model private anew."
             )
         sampler = run.loader.sampler_state
-        batches = sampler.name_at(0)
-        if self.batches not in (None, batches) or used[0].epoch != sampler.name_at(used[0].draw):
-            raise PrivacyError(
+        if self.batches not in (None, sampler.name_at(0)) or used[0].epoch != sampler.name_at(used[0].draw):
+            return PrivacyError(
                 "Every round must have the same batches where noise is correlated, and the loader's are others since a "
                 "step was made: its seed, its data set's length or its batch size was changed. Nothing was released. "
                 "Go on by engine.load_checkpoint, or make the model private anew."
             )
         now = {name: getattr(optimizer, name) for name in ("noise_multiplier", "max_grad_norm")}
         if changed := [name for name, value in now.items() if value != run.setting[name]]:
-            raise PrivacyError(
+            return PrivacyError(
                 f"{changed[0]} is {now[changed[0]]} and was {run.setting[changed[0]]} at first: what correlated noise "
                 "costs is known where noise and bound stay as they are. Take away the schedule, or mechanism=."
             )
-        self.step, self.batches = used[0].draw, batches
+        return None
 
     def _is_next(self, used: Sequence[Batch], loader: Any) -> bool:
         if len(used) != 1 or used[0].draw is None:
@@ -320,13 +336,15 @@ class Correlation:
 def _rows_for(like: Tensor, back: int) -> int:
     """Return for how many steps to make noise at once, ``back`` of which are drawn again: a quarter of free memory.
 
-    At most twice as many as are drawn again: more save few draws, and wait longer for memory.
+    At most twice as many as are drawn again: more save few draws, and wait longer for memory. Processes that may be on
+    one machine share its memory.
     """
     most, bytes_ = 2 * back, max(1, like.numel() * like.element_size())
     if like.is_cuda:
         free = torch.cuda.mem_get_info(like.device)[0]
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        sharers = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharers
     else:
         free = 4 * most * bytes_
     return max(1, min(most, free // 4 // bytes_))
@@ -364,12 +382,18 @@ def correlate(optimizer: Any, mechanism: CorrelatedNoise | None, cycle: int) -> 
     """Let the steps of ``optimizer`` have correlated noise, over a round of so many batches."""
     if mechanism is not None:
         mechanism.costs(cycle, 1)  # or an error
+        ranks, loader = optimizer.ranks, optimizer.run.loader
+        if ranks is not None and ranks.deals and not loader.is_dealt:
+            raise UnsupportedError(
+                "The loader's batches are not those of one process that are dealt out to the ranks: it was copied, "
+                "say. Give make_private an ordinary loader over the whole data set, on all ranks."
+            )
         optimizer.run.setting["mechanism"] = mechanism.recipe or repr(mechanism)
         optimizer.run.correlation = Correlation(mechanism, cycle)
         optimizer.attach_step_guard(optimizer.run.correlation.check)
 
 
-def check_correlated(settings: Mapping[str, Any], ranks: Any, secure: bool) -> None:
+def check_correlated(settings: Mapping[str, Any], secure: bool) -> None:
     """Refuse what correlated noise does not go with, before anything is done.
 
     Raises:
@@ -385,7 +409,6 @@ def check_correlated(settings: Mapping[str, Any], ranks: Any, secure: bool) -> N
             "instance, or None for independent noise."
         )
     against = {
-        "several processes": ranks is not None,
         "secure_mode, whose noise cannot be drawn again": secure,
         f"clipping={settings['clipping']!r}": settings["clipping"] not in ("flat", "automatic"),
         f"grad_sample_mode={settings['grad_sample_mode']!r}": settings["grad_sample_mode"] in ("ghost", "no_op"),
@@ -396,6 +419,6 @@ def check_correlated(settings: Mapping[str, Any], ranks: Any, secure: bool) -> N
     }
     if found := [what for what, is_there in against.items() if is_there]:
         raise UnsupportedError(
-            f"Correlated noise does not go with {found[0]}: its epsilon is that of one process which uses every batch "
-            "of a fixed cycle in its order. Leave one of the two out."
+            f"Correlated noise does not go with {found[0]}: its epsilon is that of a run which uses every batch of a "
+            "fixed cycle in its order. Leave one of the two out."
         )

@@ -136,7 +136,7 @@ def _sampler(
     if steps is not None:
         raise ValueError(f"steps is {steps}, and a round of sampling={sampling!r} is one epoch; leave it out.")
     rate = check_number("sample_rate", drawn.pop("sample_rate"), lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
-    drawn |= {"distributed": shares is not None, "drop_last": drop_last, "max_batch_size": max_batch_size}
+    drawn |= {"shares": shares, "drop_last": drop_last, "max_batch_size": max_batch_size}
     return epoch_sampler(sampling, examples, rate, **drawn)
 
 
@@ -398,7 +398,7 @@ class DPDataLoader(CountingDataLoader):
     @property
     def is_dealt(self) -> bool:
         """Whether this rank's batches are parts of lists that all ranks draw."""
-        return isinstance(self.batch_sampler, DealtUniformWithReplacementSampler) and self.batch_sampler.is_joint
+        return bool(getattr(self.batch_sampler, "is_joint", False))
 
     @property
     def where(self) -> tuple[Any, ...]:

@@ -174,6 +174,13 @@ class Ranks:
                 "its loader's batches in their order, as many for a step as the others."
             )
 
+    def raise_together(self, error: PrivacyError | None) -> None:
+        """Raise a rank's ``error`` on all ranks, each of which calls this: its own, or else that of the first one."""
+        if not self.largest(int(error is not None)):
+            return
+        first = next((rank, text) for rank, text in enumerate(self.gather(error and str(error))) if text is not None)
+        raise error or PrivacyError(f"Rank {first[0]} refuses the step: {first[1]}")
+
     def agree_on_examples(self, inputs: Iterable[Any]) -> None:
         """PrivacyError unless all ranks have the same inputs of a pass, where each has a part of every layer."""
         told = [value for value in inputs if isinstance(value, Tensor | bool | int | float | str)]

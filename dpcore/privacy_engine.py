@@ -151,7 +151,7 @@ class PrivacyEngine(ExtensionPoints):
         if isinstance(loader, DPDataLoader):
             settings["sample_rate"] = loader.sample_rate
         check_length(loader, settings["sample_rate"])
-        check_correlated(settings, None, self.secure_mode)
+        check_correlated(settings, self.secure_mode)
         rate, mechanism = rate_of(settings), self.accountant.mechanism()
         self._spending.check_takes(sampling_of(settings))
         # Calibration finds that these steps fit; only beyond them need epsilon be computed at every step.

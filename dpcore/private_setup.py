@@ -54,6 +54,8 @@ from dpcore.utils.fast_gradient_clipping_utils import check_criterion
 from dpcore.validators import ModuleValidator
 from dpcore.validators.errors import IllegalModuleConfigurationError
 
+AGREED = {"poisson_sampling", "sampling", "mechanism", "max_grad_norm", "clipping", "loss_reduction", "keep_gathered"}
+"""Settings that must be the same on all ranks."""
 FACTORS = {"automatic": automatic_factors}
 INSTEAD = {
     "sampler": "say how batches are drawn by sampling=, as sampling='bins'",
@@ -130,7 +132,7 @@ class Setup:
             )
         self._check_numbers()
         self._check_clipping()
-        check_correlated(settings, self.ranks, self.secure)
+        check_correlated(settings, self.secure)
         sampling_of(settings)
         check_keeps(settings["keep_gathered"], reduction_of(self.module, self.ranks))
         check_parameters(self.module, self.optimizer)
@@ -293,7 +295,6 @@ class Setup:
             return
         shards = reduction_of(self.module, self.ranks).shards
         trained = {n: shards.get(p, p) for n, p in self.module.named_parameters() if p.requires_grad}
-        named = ("poisson_sampling", "sampling", "max_grad_norm", "clipping", "loss_reduction", "keep_gathered")
         self.ranks.agree(
             {
                 "accountant": mechanism,
@@ -302,7 +303,7 @@ class Setup:
                 "the number of steps in a round": len(loader),
                 "expected_batch_size": divisor,
                 "noise_multiplier": self.noise_multiplier,
-                **{name: value for name, value in self.settings.items() if name in named},
+                **{name: value for name, value in self.settings.items() if name in AGREED},
                 "group": self.group,
                 "the trained parameters": [(name, tuple(p.shape), p.dtype) for name, p in trained.items()],
             }

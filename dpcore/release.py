@@ -70,11 +70,7 @@ class Release:
 
     def add(self, sums: Sums) -> None:
         """Add all of the noise."""
-        if self.correlation is not None:
-            for start, part in sums.by_address():
-                noise = self.correlation.noise_of(self.noise, self.step, start, part)
-                part.add_(noise.view(part.shape), alpha=self.std)
-        elif self.noise.has_addresses:
+        if self.noise.has_addresses:
             self.add_share(sums, 0, 1)
         else:
             self.noise.add_(sums.flat, self.std, self.step)
@@ -90,8 +86,15 @@ class Release:
             if at == end:
                 continue
             if part.dim() == 1:
-                self.noise.add_(part[at:end], self.std, self.step, start + at)
+                self._add_to(part[at:end], start + at)
             else:
                 noise = torch.zeros(part.numel(), dtype=part.dtype, device=part.device)
-                self.noise.fill_(noise[at:end], self.std, self.step, start + at)
+                self._add_to(noise[at:end], start + at)
                 part.add_(noise.view(part.shape))
+
+    def _add_to(self, numbers: Tensor, start: int) -> None:
+        """Add the noise of the addresses from ``start`` on to ``numbers`` [n]."""
+        if self.correlation is None:
+            self.noise.add_(numbers, self.std, self.step, start)
+        else:
+            numbers.add_(self.correlation.noise_of(self.noise, self.step, start, numbers), alpha=self.std)

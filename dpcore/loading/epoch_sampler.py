@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from dpcore.accountants.accountant import BINS, Rate
 from dpcore.arguments import did_you_mean
 from dpcore.errors import UnsupportedError, warn_caller
-from dpcore.loading.uniform_sampler import UniformWithReplacementSampler, check_examples
+from dpcore.loading.uniform_sampler import UniformWithReplacementSampler, check_examples, check_joint
 
 POISSON, TRUNCATED, SHUFFLE, CYCLE = "poisson", "truncated", "shuffle", "cycle"
 CUT = (SHUFFLE, CYCLE)
@@ -188,12 +189,53 @@ class EpochSampler(UniformWithReplacementSampler):
         return (numbers % np.uint64(self.steps)).astype(np.int64)
 
 
+class DealtCycle(EpochSampler):
+    """One rank's part of a cycle: of each of its batches, as one process has it, positions rank, rank + ranks, ...
+
+    All ranks must have the same seed and take the same batches, as steps of make_private compare. A copy, which has a
+    seed of its own, takes of that one's batches the examples that its rank owns.
+
+    Args:
+        rank: This process.
+        num_replicas: How many ranks there are.
+        **options: As of :class:`EpochSampler`.
+
+    Raises:
+        ValueError: there is no seed.
+    """
+
+    def __init__(self, *, rank: int, num_replicas: int, **options: Any) -> None:
+        check_joint(options.get("seed"))
+        super().__init__(kind=CYCLE, **options)
+        self.take(rank, num_replicas)
+        self.is_joint = True
+        """Whether the seed is that of all ranks."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "is_joint": False})
+
+    @property
+    def owners(self) -> int:
+        return 0 if self.is_joint else self.num_replicas
+
+    def take(self, rank: int, num_replicas: int) -> None:
+        """Draw part ``rank`` of ``num_replicas`` from now on."""
+        self.rank, self.num_replicas = rank, num_replicas
+
+    def draw(self, k: int) -> list[int]:
+        """This rank's part of batch number ``k``; an empty one where there are fewer examples than ranks."""
+        batch = super().draw(k)
+        if self.is_joint:
+            return batch[self.rank :: self.num_replicas]
+        return [i for i in batch if i % self.num_replicas == self.rank]
+
+
 def _system_numbers(count: int) -> np.ndarray:
     return np.frombuffer(bytearray(os.urandom(8 * count)), dtype=np.uint64)
 
 
 def epoch_sampler(
-    kind: str, examples: int, sample_rate: float, *, distributed: bool, drop_last: bool, **drawn: Any
+    kind: str, examples: int, sample_rate: float, *, shares: str | None, drop_last: bool, **drawn: Any
 ) -> EpochSampler:
     """Return the sampler for a sample rate; the length of shuffled batches is that times the number of examples.
 
@@ -201,15 +243,15 @@ def epoch_sampler(
         kind: "bins", "shuffle" or "cycle".
         examples: How many there are.
         sample_rate: An example's chance to be in a batch.
-        distributed: Whether several ranks are to draw.
+        shares: What a rank's part of a batch is, "dealt" or "owned"; None for one process.
         drop_last: Whether a shuffled batch that is shorter is left out.
         **drawn: Seed, secure mode and the longest batch.
 
     Raises:
-        UnsupportedError: several ranks.
+        UnsupportedError: several ranks, among which only a cycle is dealt.
         ValueError: no batch is whole.
     """
-    if distributed:
+    if shares is not None and (kind, shares, drawn["secure"]) != (CYCLE, "dealt", False):
         raise UnsupportedError(
             f"sampling={kind!r} is for one process: each rank would deal epochs of its own, and none knows how many "
             "the others have begun. Leave it out: one Poisson batch is dealt out to all ranks."
@@ -226,4 +268,7 @@ def epoch_sampler(
     batches = examples // size if drop_last else math.ceil(examples / size)
     if not batches:
         raise ValueError(f"No batch of {size} can be made of {examples} examples; choose a smaller batch size.")
-    return EpochSampler(num_samples=examples, kind=kind, batches=batches, batch_size=size, **drawn)
+    drawn |= {"num_samples": examples, "batches": batches, "batch_size": size}
+    if shares is None:
+        return EpochSampler(kind=kind, **drawn)
+    return DealtCycle(rank=dist.get_rank(), num_replicas=dist.get_world_size(), **drawn)

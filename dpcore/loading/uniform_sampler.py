@@ -53,6 +53,15 @@ def check_examples(count: int) -> None:
         )
 
 
+def check_joint(*given: Any) -> None:
+    """Refuse to deal out batches where nothing is given that decides their seed on all ranks; ValueError."""
+    if all(value is None for value in given):
+        raise ValueError(
+            "A batch is dealt out without a seed: each rank would deal out one of its own, and an example could be "
+            "in the shares of two. Give all ranks one secret seed, model.ranks.share_seed(None) for instance."
+        )
+
+
 class UniformWithReplacementSampler(Sampler[list[int]]):
     """A sampler of Poisson batches: ``steps`` lists of indices a round; list k of its life is a function of (seed, k).
 
@@ -380,11 +389,7 @@ class DealtUniformWithReplacementSampler(DistributedUniformWithReplacementSample
     """
 
     def __init__(self, *, max_batch_size: int | None = None, **options: Any) -> None:
-        if options.get("seed") is None and options.get("generator") is None:
-            raise ValueError(
-                "A batch is dealt out without a seed: each rank would deal out one of its own, and an example could be "
-                "in the shares of two. Give all ranks one secret seed, model.ranks.share_seed(None) for instance."
-            )
+        check_joint(options.get("seed"), options.get("generator"))
         super().__init__(**options)
         self.max_batch_size = _checked_most(max_batch_size)
         self.is_joint = True
