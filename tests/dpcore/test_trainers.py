@@ -177,6 +177,8 @@ def test_an_empty_batch_of_a_trainer_is_a_step(trainer):
 def test_a_trainer_refuses_what_would_mix_examples(trainer):
     with pytest.raises(UnsupportedError, match="label_smoothing_factor"):
         trainer(privacy=WITHOUT, label_smoothing_factor=0.1)
+    with pytest.raises(UnsupportedError, match="neftune_noise_alpha makes the noise"):
+        trainer(privacy=WITHOUT, neftune_noise_alpha=5.0)
     with pytest.raises(UnsupportedError, match="train_sampling_strategy"):
         trainer(privacy=WITHOUT, train_sampling_strategy="group_by_length")
     config = transformers.LlamaConfig(
