@@ -58,8 +58,9 @@ class BatchStart:
 
 
 def _is_written(buffer: Tensor) -> bool:
-    """Return whether a pass may write to a buffer: not to one that ranks hold together, or with a number for several
-    places.
+    """Return whether a pass may write to a buffer: not to one that ranks hold together, to a sparse one, or to one with
+    a number for several places.
     """
-    spread = any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True))
-    return not (spread or buffer.is_inference() or hasattr(buffer, "device_mesh"))
+    if buffer.layout != torch.strided or buffer.is_inference() or hasattr(buffer, "device_mesh"):
+        return False
+    return not any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True))
