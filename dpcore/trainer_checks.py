@@ -54,6 +54,11 @@ def check_arguments(args: Any, loss: Any) -> None:
             "leave them out, and override per_example_losses for a loss of your own.",
         ),
         (
+            getattr(args, "neftune_noise_alpha", None) is not None,
+            "neftune_noise_alpha makes the noise of all of a batch's texts smaller where one of them is longer, so "
+            "that this one changes the others' gradients; leave it out.",
+        ),
+        (
             args.torch_compile,
             "torch_compile=True compiles the model before it is made private, and gradients by example cannot be "
             "recorded inside of what is compiled; leave torch_compile, its backend and its mode out.",

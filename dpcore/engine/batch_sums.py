@@ -22,6 +22,7 @@ from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import choose, micro_batches
 from dpcore.privacy_unit import of_units, shares_of, units_in
+from dpcore.rerun.batch_start import BatchStart
 from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
 from dpcore.rules.custom import custom_fallbacks
@@ -140,11 +141,16 @@ class BatchSums:
         The next attempt starts the batch anew, in smaller pieces: the one that failed may have been added in part.
         """
         batch_size, at_once, parts = self._rows // self.group, 0, []
+        as_found: BatchStart | None = None
         begin()
         try:
             for units, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
                 at_once = units.stop - units.start
                 whole, rows = at_once == batch_size, slice(units.start * self.group, units.stop * self.group)
+                if as_found is not None:
+                    as_found.restore()
+                elif not whole:
+                    as_found = BatchStart(self.model)
                 inputs, targets = (x, y) if whole else cut((x, y), rows, self._rows)
                 of_piece = None if mask is None else mask[rows]
                 parts.append(self._accumulate(inputs, targets, of_piece, scale, kind, graph_size))
@@ -152,6 +158,8 @@ class BatchSums:
             if not ran_out(error):
                 raise
             self.plans.shrink(kind, at_once, error)
+            if as_found is not None:
+                as_found.restore()
             return None
         return parts
 

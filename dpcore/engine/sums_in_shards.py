@@ -18,6 +18,7 @@ from dpcore.microbatch.accumulator import Accumulator
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import choose, micro_batches
 from dpcore.microbatch.sharded_sums import ShardedSums
+from dpcore.rerun.batch_start import BatchStart
 from dpcore.sharded_module import ShardedModule
 
 
@@ -70,12 +71,17 @@ class SumsInShards(BatchSums):
         begin()
         self._recorder.forget()
         batch_size, start, parts = self._rows // self.group, 0, []
+        as_found: BatchStart | None = None
         self.goes_on = bool(self.model.ranks.largest(batch_size))
         try:
             while self.goes_on:
                 stop = start + (self._next_size(kind, batch_size, batch_size - start) if start < batch_size else 0)
                 rows = slice(start * self.group, stop * self.group)
                 self.goes_on = bool(self.model.ranks.largest(batch_size - stop))
+                if as_found is not None:
+                    as_found.restore()
+                elif self.goes_on:
+                    as_found = BatchStart(self.model)
                 inputs, targets = cut((x, y), rows, self._rows)
                 parts.append(self._accumulate(inputs, targets, None if mask is None else mask[rows], scale, kind, 0))
                 start = stop

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,7 @@ class AbstractGradSampleHooks:
             return call(*args, **kwargs)
         if self.trained and owner_of(next(iter(self.trained.values()))) is not self:
             self._record_as_copy()
+        self._waiting.tell()
         given = (args, kwargs)
         if not self.batch_first:
             call, given = batch_brought_first(call, given)
@@ -197,6 +199,10 @@ class AbstractGradSampleHooks:
     def group(self) -> int:
         """Return how many rows that follow each other are one example."""
         return self._forward_passes.group
+
+    def tell_passes(self, listener: Callable[[], None]) -> None:
+        """Call ``listener()``, a method whose object lives, before every training pass; not before those of a copy."""
+        self._waiting.listener = WeakMethod(listener)
 
     @property
     def calls(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -22,12 +23,24 @@ class WaitingBatches:
     step too.
     """
 
+    listener: WeakMethod[Callable[[], None]] | None = None
+    """Who is told of a pass before it; not of a copy's."""
+
     def __init__(self, names: dict[Parameter, str], kept: bool) -> None:
         self.passes: list[Iteration] = []
         self.empty = EmptyBatches()
         self._names = names
         self._kept = kept
         self._taken: list[Iteration] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "listener"}
+
+    def tell(self) -> None:
+        """Tell that a pass is to come."""
+        listener = None if self.listener is None else self.listener()
+        if listener is not None:
+            listener()
 
     @property
     def inputs(self) -> list[Tensor]:

@@ -31,12 +31,13 @@ def private_optimizers() -> list[Any]:
 
 
 def claim(optimizer: Any) -> None:
-    """Note that a private optimizer takes its module's gradients; a second one would find none."""
+    """Note that a private optimizer takes its module's gradients, and hears of passes; a second one would find none."""
     if any(other.module is optimizer.module for other in private_optimizers()):
         raise PrivacyError(
             "The module is private already and belongs to another DPOptimizer, which takes its gradients; a second "
             "one would release noise alone. Use that optimizer, or start from module.to_standard_module()."
         )
+    optimizer.module.tell_passes(optimizer._keep_start)
     _PRIVATE[optimizer] = None
     _CLAIMED.add(optimizer.module)
 

@@ -21,6 +21,7 @@ from dpcore.optimizers.private_run import PrivateRun
 from dpcore.optimizers.schedules import watch_torch
 from dpcore.optimizers.summed import SummedGrads
 from dpcore.optimizers.wrapper import OptimizerWrapper
+from dpcore.rerun.batch_start import BatchStart
 from dpcore.rerun.heap import give_back
 
 MUCH_KEPT = 256
@@ -45,6 +46,8 @@ class ClippingOptimizer(OptimizerWrapper):
     advice: str | None = None
     """Text on what "auto" would do where whole batches are passed; empty where pieces are, None: not known yet."""
     _settings: Any = None  # in force at the first piece of the batch
+    _start: BatchStart | None = None  # of the batch at hand
+    _has_cut = False  # whether any batch had several pieces
 
     @property
     def inner(self) -> Optimizer:
@@ -109,6 +112,8 @@ class ClippingOptimizer(OptimizerWrapper):
         """
         watch_torch()
         self.logical_batch.signal(do_skip, self.run.handed_out)
+        if self.module.has_passes:  # a loop that gives signals behind the pass: from the next batch on before it
+            self._keep_start()
 
     @property
     def has_batch(self) -> bool:
@@ -126,6 +131,19 @@ class ClippingOptimizer(OptimizerWrapper):
         watch_torch()
         self.logical_batch.hand_out(piece)
 
+    def _keep_start(self) -> None:
+        """Before a pass: keep what the module counts by itself, where the pass is the first of a batch that is cut."""
+        self._has_cut = self._has_cut or self.logical_batch.goes_on
+        if self._has_cut and self._start is None and not self.logical_batch.unfinished:
+            self._start = BatchStart(self.module._module)
+
+    def _end_piece(self) -> None:
+        """Let the batch's next piece find what its first one has found; what the last piece has written stays."""
+        if not self.logical_batch.unfinished:
+            self._start = None
+        elif self._start is not None:
+            self._start.restore()
+
     def discard(self) -> None:
         """Forgets clipped sums of an unfinished logical batch, and its flag."""
         self._forget(self.logical_batch.discard)
@@ -134,6 +152,7 @@ class ClippingOptimizer(OptimizerWrapper):
         """Forget the batch at hand, and by ``announced()`` its pieces to come."""
         self.module.forget()
         announced()
+        self._start = None
         self._clear()
         self.summed.forget()
 
@@ -172,6 +191,7 @@ class ClippingOptimizer(OptimizerWrapper):
             checks.check_settings(self, self._settings)
         given = self.module.given
         self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, given)
+        self._end_piece()
 
     def owns_changed(self) -> bool:
         """Return whether ordinary gradients that were changed by hand are replaced by the step's, not refused."""

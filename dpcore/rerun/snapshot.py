@@ -19,7 +19,23 @@ from dpcore.rerun.side_effects import SideEffects
 
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors hold the same values, NaN being equal to NaN."""
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+    if a.shape != b.shape or a.layout != b.layout:
+        return False
+    return all(
+        x.shape == y.shape and torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True)
+        for x, y in zip(_parts(a), _parts(b), strict=True)
+    )
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that a sparse one (of a graph's edges, say) consists of; of any other itself."""
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 class RandomNumbers:

@@ -456,3 +456,29 @@ def test_a_sparse_gradient_is_checked_like_any_other(recwarn):
     engine = Engine(net, lambda out, y: F.cross_entropy(out, y, reduction="none"))
     engine.clipped_sum(torch.arange(48).reshape(16, 3) % 20, torch.arange(16) % 3)
     assert not list(recwarn)
+
+
+class Graph(nn.Module):
+    """Signals at the nodes of a graph, [B, 5, 4], whose edges are a buffer."""
+
+    def __init__(self, edges: Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = self.edges @ self.a(x).transpose(0, 1).reshape(5, -1)
+        return self.b(torch.tanh(beside.view(5, len(x), 3))).mean(0)
+
+
+@pytest.mark.parametrize("kind", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_sparse_csc])
+def test_a_graph_in_a_sparse_buffer_is_that_of_a_dense_one(kind, recwarn):
+    edges, x, y = torch.eye(5).roll(1, 0) + torch.eye(5), torch.randn(6, 5, 4), torch.arange(6) % 2
+    sums = [
+        Engine(Graph(e), lambda out, y: F.cross_entropy(out, y, reduction="none"), physical_batch_size=4)
+        .clipped_sum(x, y)
+        .sums
+        for e in (edges, kind(edges))
+    ]
+    assert all(torch.allclose(sums[0][name], value, atol=1e-6) for name, value in sums[1].items())
