@@ -123,6 +123,10 @@ class NoiseOfWindows(GaussianNoise):
         """Let the steps of ``user`` draw."""
         self.noise.serve(user)
 
+    def note_made(self, step: int) -> None:
+        """Note that a step was made."""
+        self.noise.note_made(step)
+
     def _put(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:
         """Write or add the noise of the places from ``start`` on to ``target``, a vector."""
         if std == 0.0:

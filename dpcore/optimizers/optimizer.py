@@ -207,6 +207,7 @@ class DPOptimizer(ClippingOptimizer):
 
     def count_step(self) -> None:
         """Count the step, whose batch is used from then on, whatever becomes of it."""
+        self.noise.note_made(self.steps)
         self.steps += 1
         self.run.count(self)
         self.run.conclude(self.logical_batch.batches)
