@@ -284,6 +284,18 @@ def test_engines_that_would_release_more_than_is_said_are_refused(found):
             assert "differ in the weights" in said["unequal copies"]
 
 
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_a_loss_that_fails_on_one_rank_in_shards_is_told_to_all(found):
+    if len(found) == 1:
+        pytest.skip("asked of several ranks")
+    own = {"first": "Target 9 is out of bounds", "last": "Target 9 is out of bounds", "targets": "one row per example"}
+    for rank, report in enumerate(report["engine"]["failed"] for report in found):
+        for what, found_here in report.items():
+            text = own[what] if rank == len(found) - 1 else "failed on another rank, which says why: nothing was"
+            assert text in found_here["said"]
+            assert found_here["steps"] == 0 and found_here["same"]
+
+
 def test_what_one_rank_alone_loads_or_writes_is_refused_where_it_differs(found):
     """A rank may load other weights and those of before again, as for an evaluation; in shards nobody can tell."""
     for (how, by, what), report in ((key, r["loads"][key]) for r in found for key in r["loads"]):
