@@ -332,6 +332,8 @@ def _joined(module: nn.Module, mesh: Any = None) -> Ranks:
         grid_of(meshes.pop(), ranks)  # before parts of other layers than this rank's are taken for its own
     for tensor in [*module.parameters(), *module.buffers()]:
         held = getattr(tensor, "_local_tensor", tensor).detach()
+        for dim, stride in enumerate(held.stride()):
+            held = held if stride else held[(slice(None),) * dim + (slice(1),)]  # one number stands for many
         # A collective wants one block of memory.
         whole = held.contiguous()
         ranks.take_first_(whole)

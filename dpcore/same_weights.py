@@ -27,9 +27,7 @@ class SameWeights:
 
     def told(self, params: Iterable[Any], optimizer: Any) -> tuple[int, int]:
         """Return what to tell the other ranks: whether all were the same, and how often this one has written since."""
-        # Of a DTensor an operation counts for itself or for what this rank has of it.
-        parts = (part for p in params for part in ({id(p): p} | {id(_local(p)): _local(p)}).values())
-        self._now = sum(part._version for part in parts), getattr(optimizer, "state", None)
+        self._now = sum(map(_writes, params)), getattr(optimizer, "state", None)
         self.known = self.known and self._now[1] is self._noted[1]
         return int(self.known), self._now[0] - self._noted[0] if self.known else 0
 
@@ -78,6 +76,12 @@ def _state_of(optimizer: Any, param: Any) -> list[Tensor]:
     """Return the tensors that an optimizer keeps of a parameter, of this rank."""
     kept = getattr(optimizer, "state", {}).get(param, {})
     return [_local(value) for _, value in sorted(kept.items()) if isinstance(value, Tensor)]
+
+
+def _writes(tensor: Any) -> int:
+    """Return how often a tensor was written; of a DTensor an operation counts for itself or for what is here of it."""
+    here = _local(tensor)
+    return here._version if here is tensor else here._version + tensor._version
 
 
 def _local(tensor: Any) -> Tensor:
