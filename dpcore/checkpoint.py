@@ -82,7 +82,7 @@ class PrivateState:
             data_loader.set_sample_rate(self.sample_rate)
         if optimizer.ranks is not None:
             optimizer.noise.rank = rank  # not that of the rank which wrote the file
-            optimizer.weights_agree = False
+            optimizer.same_weights.known = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class Ranks:
 
     def join_seed(self, source: Seeded) -> None:
         """Give all ranks one seed where some have another: each draws its part of one stream."""
-        if self._differing({"seed": source.seed}):
+        if self._differing({"seed": source.seed})[0]:
             source.seed = derived_seed(0, *self.gather(source.seed))
 
     def join_batches(self, loader: Any) -> None:
@@ -143,19 +143,26 @@ class Ranks:
         """Return whether all ranks draw the same lists, of which each takes a part, or all."""
         return getattr(loader, "is_dealt", False) or (self.parts is not None and hasattr(loader, "sampler_state"))
 
-    def _differing(self, values: dict[str, Any]) -> list[str]:
-        """Return the names of the values whose text is not the same on all ranks."""
-        mine = torch.tensor([_digest([repr(_plain(v)).encode()]) for v in values.values()], device=self.device)
-        everyone = self.stacked(mine)
-        differs = (everyone != everyone[0]).any(0).tolist()
-        return [name for name, different in zip(values, differs, strict=True) if different]
+    def _differing(self, values: dict[str, Any], told: Sequence[int] = ()) -> tuple[list[str], list[list[int]]]:
+        """Return the names of the values whose text is not the same on all ranks, and what each has ``told``."""
+        digests = [_digest([repr(_plain(v)).encode()]) for v in values.values()]
+        everyone = self.stacked(torch.tensor([*digests, *told], device=self.device))
+        of_values, of_all = everyone.split([len(digests), len(told)], dim=1)
+        differs = (of_values != of_values[0]).any(0).tolist()
+        return [name for name, is_other in zip(values, differs, strict=True) if is_other], of_all.tolist()
 
-    def agree(self, values: dict[str, Any], everyone: Ranks | None = None) -> None:
+    def agree(self, values: dict[str, Any], told: Sequence[int] = (), everyone: Ranks | None = None) -> list[list[int]]:
         """PrivacyError unless every value has the same text on all ranks; the message names it but not its value.
 
-        ``everyone``: who shall stop, too, where these ranks are a group of them.
+        Args:
+            values: What is compared.
+            told: Numbers that may differ.
+            everyone: Who shall stop, too, where these ranks are a group of them.
+
+        Returns:
+            What each rank has told.
         """
-        names = self._differing(values)
+        names, of_all = self._differing(values, told)
         if everyone is not None and everyone.largest(len(names)):
             names = [*values]
         if names:
@@ -164,6 +171,7 @@ class Ranks:
                 "counts. Give every rank the same settings and seed, and the same weights: wrap the module in "
                 "DifferentiallyPrivateDistributedDataParallel on all ranks, and load checkpoints on all of them."
             )
+        return of_all
 
     def agree_where_known(self, what: str, value: Any) -> None:
         """PrivacyError unless ``value`` has the same text on all ranks on which it is not None."""
@@ -185,7 +193,7 @@ class Ranks:
         """PrivacyError unless all ranks have the same inputs of a pass, where each has a part of every layer."""
         told = [value for value in inputs if isinstance(value, Tensor | bool | int | float | str)]
         shown = [(tuple(v.shape), v.dtype, fingerprint([v])) if isinstance(v, Tensor) else v for v in told]
-        if self._differing({"inputs": shown}):
+        if self._differing({"inputs": shown})[0]:
             raise PrivacyError(
                 "The ranks of a tensor-parallel model were called with different batches, and each of them has a part "
                 "of every layer: examples would mix, and one could move the sum by several clip norms. Call the model "
@@ -331,6 +339,8 @@ def _joined(module: nn.Module, mesh: Any = None) -> Ranks:
         grid_of(meshes.pop(), ranks)  # before parts of other layers than this rank's are taken for its own
     for tensor in [*module.parameters(), *module.buffers()]:
         held = getattr(tensor, "_local_tensor", tensor).detach()
+        for dim, stride in enumerate(held.stride()):
+            held = held if stride else held[(slice(None),) * dim + (slice(1),)]  # one number stands for many
         # A collective wants one block of memory.
         whole = held.contiguous()
         ranks.take_first_(whole)

@@ -72,7 +72,7 @@ class GaussianNoise:
     _source: object = None
     """An identity, which neither copies nor those that went on from the same state have."""
     _newest: tuple[int, int] = -1, -1
-    """The seed and the number of the last step that has drawn."""
+    """The seed and the number of the last step that was made with it."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         if seed is None:
@@ -109,24 +109,24 @@ class GaussianNoise:
                 "number: two gradients would get the same noise, and their difference would be bare. Give each its "
                 "own, GaussianNoise()."
             )
+        of, newest = self._newest
+        if self.is_by_seed and of == self.seed and user.steps <= newest:
+            raise PrivacyError(
+                f"This is step {user.steps}, and step {newest} of the same run was made: steps was set back, and noise "
+                "that is on another gradient would be added again, which lays their difference bare. Leave steps as it "
+                "is; to begin anew take another source of noise, GaussianNoise()."
+            )
         if self._is_secret and self.is_by_seed:
             self._note(user.steps)
 
-    def _note(self, step: int) -> None:
-        """Note that a step draws, and say so where a run from the same state has drawn this one's noise already.
+    def note_made(self, step: int) -> None:
+        """Note that a step was made: until then an attempt at it may fail, and come again under the same number."""
+        self._newest = self.seed, step
 
-        Raises:
-            PrivacyError: a later step of the same run has drawn, so that this one's number was set back.
-        """
+    def _note(self, step: int) -> None:
+        """Note that a step draws, and say so where a run from the same state has drawn this one's noise already."""
         self._source = self._source or object()
         last, source = _LAST.get((self.seed, self.rank), (-1, self._source))
-        of, newest = self._newest
-        if of == self.seed and step < newest:  # an attempt that failed comes again under the same number
-            raise PrivacyError(
-                f"This is step {step}, and step {newest} of the same run was made: steps was set back, and noise that "
-                "is on another gradient would be added again, which lays their difference bare. Leave steps as it is; "
-                "to begin anew take another source of noise, GaussianNoise()."
-            )
         if source is not self._source and step <= last:
             warn_caller(
                 "Another run of this process went on from the same checkpoint and has drawn the noise that this step "
@@ -134,7 +134,6 @@ class GaussianNoise:
                 "models. To train both, load the state_dict() of module and private optimizer in place of the "
                 "checkpoint: the second run then has noise of its own, and counts what the first steps have spent.",
             )
-        self._newest = self.seed, step
         if step > last or source is not self._source:
             _LAST[self.seed, self.rank] = max(step, last), self._source
 
@@ -252,6 +251,8 @@ class GaussianNoise:
         self.seed, self.rank, self.version = int(state["seed"]), int(state["rank"]), version
         self.is_chosen = self.is_chosen or "chosen" in state
         self._is_secret = "chosen" not in state  # whatever this run was built with, the stream is the state's
+        if not self._is_secret:
+            self._newest = -1, -1  # who chose the seed may repeat the run from a state on
 
     def _twister_state(self, words: bytes) -> Tensor:
         """Return a generator's state with 624 fresh words.

@@ -32,6 +32,8 @@ class Reduction:
     """The parameter that the optimizer steps in the place of one that a pass uses, where it is another."""
     gathering: Gathering | None = None
     """Where parameters that a pass uses are there only while their layers compute."""
+    holds_others = False
+    """Whether ranks hold different numbers of every parameter, which cannot be compared."""
 
     def finish(self, release: Release, sums: Sums) -> None:
         """Add up the sums of all ranks, with noise."""
@@ -134,6 +136,7 @@ class Sharded(InParts):
     """
 
     gathering: Gathering
+    holds_others = True
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class Sharded(InParts):
     def check_weights(self, params: Iterable[Parameter]) -> None:
         if self.replicas is not None:
             shards = [self.shards.get(param, param).to_local() for param in params]
-            self.replicas.agree({"the weights": fingerprint(shards)}, self.everyone)
+            self.replicas.agree({"the weights": fingerprint(shards)}, everyone=self.everyone)
 
     def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Begin to add up ``chunks`` [ranks, n] over the ranks, all of which call this.
@@ -207,7 +210,7 @@ class Parallel(InParts):
 
     def check_weights(self, params: Iterable[Parameter]) -> None:
         if self.everyone.copies is not None:
-            self.everyone.copies.agree({"the weights": fingerprint(params)}, self.everyone)
+            self.everyone.copies.agree({"the weights": fingerprint(params)}, everyone=self.everyone)
 
     def finish(self, release: Release, sums: SumsInParts) -> None:  # type: ignore[override]
         """Add the noise of the parts' own addresses; what all ranks hold is released by the first one, to the bit."""
@@ -265,7 +268,7 @@ class ParallelSharded(Parallel):
 
     def check_weights(self, params: Iterable[Parameter]) -> None:
         whole = [self.shards[param].to_local() for param in params if param not in self.split]
-        self.ranks.agree({"the weights": fingerprint(whole)}, self.everyone)
+        self.ranks.agree({"the weights": fingerprint(whole)}, everyone=self.everyone)
 
     def begin_scatter(self, chunks: Tensor) -> tuple[Tensor, Callable[[], None]]:
         return self.of_shards.begin_scatter(chunks)

@@ -249,6 +249,7 @@ class Engine:
             # The next attempt draws the same noise: nothing of this one may stay.
             self.accumulator.clear()
             raise
+        self.noise.note_made(self.steps)
         self.steps += 1
         for param, released in self.accumulator.released().items():
             param.grad = released

@@ -15,6 +15,7 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.noise import GaussianNoise
 from dpcore.reduction import Reduction
 from dpcore.release import Release
+from dpcore.same_weights import SameWeights
 from dpcore.tree import flatten
 
 
@@ -26,7 +27,8 @@ class Together:
 
     def __init__(self, ranks: Ranks, reduction: Reduction, noise: GaussianNoise, trained: list[Any]) -> None:
         self.ranks, self._reduction = ranks, reduction
-        self._begun = self._shares_differ = self._are_waiting = False
+        self._shares_differ = self._are_waiting = False
+        self._same_weights = SameWeights()
         ranks.agree({"the trained parameters": trained, "the kind of the noise": type(noise).__name__})
         if noise.has_addresses:
             ranks.join_seed(noise)
@@ -68,7 +70,7 @@ class Together:
         self.meet()
         noise, optimizer = engine.noise, engine.optimizer
         groups = [{n: v for n, v in g.items() if n != "params"} for g in optimizer.param_groups] if optimizer else None
-        self.ranks.agree(
+        self._same_weights.agree(
             {
                 "the number of steps": engine.steps,
                 "noise_multiplier": (engine.noise_multiplier, release.std),
@@ -77,14 +79,14 @@ class Together:
                 "group": engine.group,
                 "the noise": (noise.version, noise.rank, noise.seed if noise.has_addresses else None),
                 "the optimizer's settings": groups,
-                "the weights": None if self._begun else fingerprint(self._reduction.alike(engine.model.parameters())),
-            }
+            },
+            self.ranks,
+            self._reduction,
+            engine.model.parameters(),
+            optimizer,
         )
-        if not self._begun:
-            self._reduction.check_weights(engine.model.parameters())
         if not self._shares_differ:
             self._check_shares(batch)
-        self._begun = True
         self._reduction.finish(release, engine.accumulator)
 
     def _check_shares(self, batch: Any) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from dpcore.errors import UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.lazy_tables.hooks import Watch
+from dpcore.lazy_tables.share import Share
 from dpcore.noise import GaussianNoise
 
 
@@ -24,8 +25,11 @@ def check_noise(noise: GaussianNoise) -> GaussianNoise:
     return noise
 
 
-def check_table(model: nn.Module, name: str) -> nn.Embedding | nn.EmbeddingBag:
-    """Return the module of that name; UnsupportedError where its weight cannot be drawn lazily."""
+def check_table(model: nn.Module, name: str, share: Share) -> nn.Embedding | nn.EmbeddingBag:
+    """Return the module of that name; UnsupportedError where its weight cannot be drawn lazily.
+
+    Of several ranks each may hold a ``share``, or is to.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     module = modules.get(name)
     if not name or type(module) not in (nn.Embedding, nn.EmbeddingBag):
@@ -37,7 +41,7 @@ def check_table(model: nn.Module, name: str) -> nn.Embedding | nn.EmbeddingBag:
     weight = module.weight
     owners = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    why = None
+    why, in_rows = None, weight.is_contiguous()
     if any(isinstance(hook, Watch) and hook.waits for hook in hooks):
         why = "rows of it wait for their noise in another LazyEngine, whose flush() comes first"
     elif len(owners) > 1:
@@ -46,7 +50,9 @@ def check_table(model: nn.Module, name: str) -> nn.Embedding | nn.EmbeddingBag:
         why = "max_norm or scale_grad_by_freq is set, which lets examples change each other's rows"
     elif isinstance(module, nn.EmbeddingBag) and module.mode == "max":
         why = 'its mode is "max", whose gradients are not those of whole rows'
-    elif weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
+    elif len(weight) not in {module.num_embeddings, len(range(module.num_embeddings)[share.rows])}:
+        why = f"{len(weight)} of its {module.num_embeddings} rows are here, as of another number of ranks"
+    elif weight.dtype != torch.float32 or weight.device.type != "cpu" or not (in_rows or share.ranks):
         why = f"its weight is {weight.dtype} on {weight.device}, and must be float32 on a CPU, in rows"
     elif not weight.requires_grad:
         why = "its weight is not trained"
@@ -55,6 +61,26 @@ def check_table(model: nn.Module, name: str) -> nn.Embedding | nn.EmbeddingBag:
     if why is not None:
         raise UnsupportedError(f"The table {name} cannot be lazy: {why}. Leave it out of tables.")
     return module
+
+
+def check_unchanged(model: nn.Module, modules: Mapping[str, nn.Module], weights: Mapping[str, Parameter]) -> None:
+    """PrivacyError where a step would leave a table's noise elsewhere than in the ``weights`` of these ``modules``."""
+    if torch.is_inference_mode_enabled():
+        raise PrivacyError("A step is made in torch.inference_mode(), which forms no gradients; leave it first.")
+    for name, module in modules.items():
+        weight = weights[name]
+        why = None
+        if _module(model, name) is not module:
+            why = "its module is another one now"
+        elif module.weight is not weight:
+            why = "its weight is another one now, as after load_state_dict(assign=True)"
+        elif not weight.requires_grad:
+            why = "its weight is not trained any more"
+        if why is not None:
+            raise PrivacyError(
+                f"The table {name} has changed since the LazyEngine was made: {why}. The step would leave its "
+                "noise elsewhere; call flush(), and make a LazyEngine of the model as it is."
+            )
 
 
 def settings_of(optimizer: torch.optim.Optimizer, tables: Sequence[Parameter]) -> tuple[float, float, float]:
@@ -89,3 +115,10 @@ def settings_of(optimizer: torch.optim.Optimizer, tables: Sequence[Parameter]) -
     if not 0.0 <= momentum < 1.0:
         raise UnsupportedError(f"momentum is {momentum}; it must be at least 0 and below 1.")
     return lr, decay, momentum
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None

@@ -19,10 +19,11 @@ from dpcore.engine import checks
 from dpcore.engine.batch_sums import ClippedSum, LossFn
 from dpcore.engine.engine import Engine
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.lazy_tables.checks import check_noise, check_table, settings_of
+from dpcore.lazy_tables.checks import check_noise, check_table, check_unchanged, settings_of
 from dpcore.lazy_tables.copies import Copies
 from dpcore.lazy_tables.history import History, Step
 from dpcore.lazy_tables.hooks import watch, watch_optimizer
+from dpcore.lazy_tables.share import share_of
 from dpcore.lazy_tables.table import Table, bring_up
 from dpcore.lazy_tables.window import NoiseOfWindows, Window
 from dpcore.noise import GaussianNoise
@@ -56,6 +57,10 @@ class LazyEngine:
             Learning rates, weight decay and a momentum above 0 may change between steps.
         noise: The source of noise; None draws a secret seed. It must be one by seed.
         exact_steps: See above; more take longer where rows are read again soon.
+        shard_tables: Whether each of several ranks holds of every table, of its momentum, and of what is saved of both,
+            the rows ``[rank::ranks]`` only, to which the model's are cut. A table that no machine holds is first one
+            number, ``nn.Embedding(V, d, _weight=torch.zeros(1, 1).expand(V, d))``; its rows are written afterwards, on
+            all ranks. The model is then called within :meth:`reading`.
         **options: Those of ``Engine``, but for ``compile``.
 
     Raises:
@@ -73,6 +78,7 @@ class LazyEngine:
         optimizer: torch.optim.Optimizer,
         noise: GaussianNoise | None = None,
         exact_steps: int = EXACT_STEPS,
+        shard_tables: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(exact_steps, int) or exact_steps < 1:
@@ -86,30 +92,34 @@ class LazyEngine:
             raise UnsupportedError("Lazy tables read rows by their values, which no compiled graph has: compile=False.")
         if any(hasattr(param, "device_mesh") for param in model.parameters()):
             raise UnsupportedError(
-                "The model is in shards or its layers are split (fully_shard, parallelize_module), and a lazy table is "
-                "whole on every rank; wrap the whole model in DifferentiallyPrivateDistributedDataParallel, or use "
-                "Engine for shards."
+                "The model is in shards or its layers are split (fully_shard, parallelize_module), which lazy tables "
+                "are not; wrap the whole model in DifferentiallyPrivateDistributedDataParallel, with shard_tables=True "
+                "for tables of which each rank holds a part, or use Engine for shards."
             )
         self.model, self.optimizer = model, optimizer
         self.noise = check_noise(GaussianNoise() if noise is None else noise)
         self._exact, self._owner = exact_steps, _here()
         self._rows_of = dict(tables) if isinstance(tables, Mapping) else dict.fromkeys(tables)
-        self._modules = {name: check_table(model, name) for name in self._rows_of}
+        share = share_of(model, shard_tables)
+        self._modules = {name: check_table(model, name, share) for name in self._rows_of}
         self._weights = {name: dict(module.named_parameters())["weight"] for name, module in self._modules.items()}
-        places = _addresses(model)
+        counts = {self._weights[name]: module.num_embeddings for name, module in self._modules.items()}
+        places = _addresses(model, counts)
         self._parts = 2 if settings_of(optimizer, list(self._weights.values()))[2] else 1
-        self._tables = {
-            name: Table(p, places[p], self.noise, partial(_states_of, optimizer) if self._parts == 2 else None)
-            for name, p in self._weights.items()
-        }
         self._windows = {name: Window(module, name) for name, module in self._modules.items()}
-        behind = {self._windows[name].rows: (self._windows[name], self._tables[name]) for name in self._modules}
-        of_windows = NoiseOfWindows(self.noise, behind)
+        of_windows = NoiseOfWindows(self.noise)
         with self._swapped():
             self.engine = Engine(model, loss_fn, noise=of_windows, optimizer=optimizer, **options)
         if self.engine.expected_batch_size is None:
             raise ValueError("expected_batch_size is not set; it is the public divisor of the update.")
-        of_windows.accumulator = self.engine.accumulator
+        for p, count in counts.items():  # not before all else is known to be well
+            share.cut(p, optimizer.state.get(p, {}), count)
+        states = partial(_states_of, optimizer) if self._parts == 2 else None
+        self._tables = {
+            name: Table(p, places[p], self.noise, states, share, counts[p]) for name, p in self._weights.items()
+        }
+        behind = {self._windows[name].rows: (self._windows[name], table) for name, table in self._tables.items()}
+        of_windows.tables, of_windows.accumulator = behind, self.engine.accumulator
         self._others = {name for param, name in self.engine.accumulator.names.items() if param not in behind}
         self._history = History(0, exact_steps, self._parts)
         self._copies = Copies(self.engine.together, [*self._tables.values()], self.noise, (exact_steps, self._parts))
@@ -163,29 +173,24 @@ class LazyEngine:
         """
         with self._copies.attempt():
             self._check_owner()
-            self._check_tables()
+            check_unchanged(self.model, self._modules, self._weights)
             self._copies.check(self.steps)
             checks.check_optimizer(self.optimizer, self.engine.accumulator.names)
             settings = self._settings()
             if self._history.is_full:
                 self.flush()
             own = [self._read(name, x) for name in self._tables]
-        rows, before = self._copies.gather(own, self.steps)
-        for window, read in zip(self._windows.values(), rows, strict=True):
-            window.make_room(len(read))  # on all ranks, also on one that fails below: their sums are of one length
-        with self._copies.attempt():
-            if before is None:
-                self.flush()
-            else:
-                bring_up(before, self._history)
-            std, result = self._release(rows, x, y, mask)
+        self._show(own, is_step=True)
+        with self._copies.attempt(), self._swapped():
+            std, result = self._deviation(), self.engine.privatize(x, y, mask)
         self._copies.forget()
         made = Step(self.noise.name(self.steps - 1), std, *settings)
         self._history.note(made)
         for name, table in self._tables.items():
             window = self._windows[name]
             assert window.rows.grad is not None
-            table.update(window.shown, window.part(window.rows.grad), made, self._history.steps)
+            grad = table.share.of(window.shown, window.part(window.rows.grad))
+            table.update(table.share.held(window.shown), grad, made, self._history.steps)
             window.rows.grad = None
         self.optimizer.step()
         self._copies.made = self.steps
@@ -193,17 +198,52 @@ class LazyEngine:
         shown = {name: s for name, s in result.sums.items() if name in self._others}
         return replace(result, sums=shown)
 
-    def _release(self, rows: Sequence[Tensor], x: Any, y: Any, mask: Tensor | None) -> tuple[float, ClippedSum]:
-        """Form gradients of windows that show these ``rows``; return their noise's deviation, and what was released."""
-        if not any(table.is_hidden for table in self._tables.values()):
+    @contextmanager
+    def reading(self, x: Any) -> Iterator[None]:
+        """Within, the model may be called on inputs ``x``, by all ranks, each on its own, where tables are shared out.
+
+        Raises:
+            PrivacyError: as :meth:`step`.
+        """
+        if not self._copies.shares:
+            yield  # calls read by themselves
+            return
+        with self._copies.attempt():
+            self._check_owner()
+            own = [self._read(name, x) for name in self._tables]
+        self._show(own, is_step=False)
+        with self._swapped():
+            yield
+
+    def _show(self, own: Sequence[Tensor], is_step: bool) -> None:
+        """Let windows have the rows of each table that any rank reads, of which these are this one's ``own``."""
+        rows, read = self._copies.gather(own, self.steps, self.optimizer, is_step)
+        for window, of in zip(self._windows.values(), rows, strict=True):
+            window.make_room(len(of))  # on all ranks, also on one that fails below: their sums are of one length
+        with self._copies.attempt():
+            if read is None:
+                self.flush()
+        self._copies.compare()
+        with self._copies.attempt():
+            if read is not None and self._is_hidden:
+                bring_up(read, self._history)
+            if is_step:
+                self._hide()
+            held = self._copies.held(rows)
+            values = bring_up(held, self._history) if self._is_hidden else [t.parameter.data[of] for t, of in held]
+        for window, *shown in zip(self._windows.values(), rows, self._copies.spread(values, rows), strict=True):
+            window.show(*shown)
+
+    def _hide(self) -> None:
+        """Take the rows out of the tables' parameters."""
+        if not self._is_hidden:
             self._history = History(self.steps, self._exact, self._parts)
         for table in self._tables.values():
             table.hide(self._history.steps)
-        values = bring_up([*zip(self._tables.values(), rows, strict=True)], self._history)
-        for window, *shown in zip(self._windows.values(), rows, values, strict=True):
-            window.show(*shown)
-        with self._swapped():
-            return self._deviation(), self.engine.privatize(x, y, mask)
+
+    @property
+    def _is_hidden(self) -> bool:
+        return any(table.is_hidden for table in self._tables.values())
 
     def flush(self) -> None:
         """Bring all rows of all tables up to date, and show them until the next step.
@@ -211,7 +251,7 @@ class LazyEngine:
         Raises:
             PrivacyError: another process or thread asks while rows wait for their noise.
         """
-        if any(table.is_hidden for table in self._tables.values()):
+        if self._is_hidden:
             self._check_owner()
         for table in self._tables.values():
             table.flush(self._history)
@@ -223,7 +263,7 @@ class LazyEngine:
             PrivacyError: another process or thread asks while rows wait for their noise.
         """
         self._check_owner()
-        read = _within(rows.long().unique(), table.rows)
+        read = _within(rows.long().unique(), table.count)
         self._copies.note_read(table, read)
         bring_up([(table, read)], self._history)
 
@@ -243,31 +283,13 @@ class LazyEngine:
             return
         process, thread = self._owner
         is_forked = process != os.getpid()
-        if any(table.is_hidden for table in self._tables.values()) and (is_forked or thread.is_alive()):
+        if self._is_hidden and (is_forked or thread.is_alive()):
             who = "process was forked" if is_forked else "model or the engine is used by another thread"
             raise PrivacyError(
                 f"The {who} while rows of a table waited for their noise: two would draw it, and their difference "
                 "would be bare. Call flush() before that, where the steps are made."
             )
         self._owner = _here()
-
-    def _check_tables(self) -> None:
-        if torch.is_inference_mode_enabled():
-            raise PrivacyError("A step is made in torch.inference_mode(), which forms no gradients; leave it first.")
-        for name, module in self._modules.items():
-            weight = self._weights[name]
-            why = None
-            if _module(self.model, name) is not module:
-                why = "its module is another one now"
-            elif module.weight is not weight:
-                why = "its weight is another one now, as after load_state_dict(assign=True)"
-            elif not weight.requires_grad:
-                why = "its weight is not trained any more"
-            if why is not None:
-                raise PrivacyError(
-                    f"The table {name} has changed since the LazyEngine was made: {why}. The step would leave its "
-                    "noise elsewhere; call flush(), and make a LazyEngine of the model as it is."
-                )
 
     def _settings(self) -> tuple[float, float, float]:
         found = settings_of(self.optimizer, list(self._weights.values()))
@@ -313,23 +335,16 @@ def _within(rows: Tensor, count: int) -> Tensor:
     return rows[(rows >= 0) & (rows < count)]
 
 
-def _module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     model.get_submodule(parent)._modules[own] = module
 
 
-def _addresses(model: nn.Module) -> dict[Parameter, int]:
-    """Return the address of the first number of every trained parameter."""
+def _addresses(model: nn.Module, counts: Mapping[Parameter, int]) -> dict[Parameter, int]:
+    """Return the address of the first number of every trained parameter, those of tables with so many rows."""
     found, address = {}, 0
     for param in model.parameters():
         if param.requires_grad:
             found[param] = address
-            address += param.numel()
+            address += counts[param] * param.shape[1] if param in counts else param.numel()
     return found

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.lazy_tables.table import Table
 
 
@@ -91,10 +91,27 @@ class Read(Watch):
             self.table.show(False)
 
 
+class Apart(Watch):
+    """Refuses calls of a module of whose rows other ranks hold some, and of its copies."""
+
+    def __reduce__(self) -> Any:
+        return Apart, super().__reduce__()[1]
+
+    def __call__(self, *_: Any) -> None:
+        """Refuse the call."""
+        raise UnsupportedError(
+            "A table was called of whose rows each rank holds a part, and would take others for those that are asked "
+            "for. Call the model within `with engine.reading(x):`, on all ranks."
+        )
+
+
 def watch(module: nn.Module, table: Table, engine: Owner) -> None:
     """Let what reads the table of ``module`` between steps get rows with all their noise."""
-    module.register_forward_pre_hook(Reading(table, engine), with_kwargs=True)
-    module.register_forward_hook(Read(table, engine), always_call=True)
+    if table.share.ranks is not None:
+        module.register_forward_pre_hook(Apart(table, engine))
+    else:
+        module.register_forward_pre_hook(Reading(table, engine), with_kwargs=True)
+        module.register_forward_hook(Read(table, engine), always_call=True)
     module.register_state_dict_pre_hook(Watch(table, engine))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(Watch(table, engine))
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from dpcore import native, normals
 from dpcore.errors import PrivacyError
 from dpcore.lazy_tables.history import History, Step, mix
+from dpcore.lazy_tables.share import Share
 from dpcore.noise import GaussianNoise
 
 CHUNK = 2**21
@@ -27,10 +28,11 @@ PIECES = 16
 
 
 class Table:
-    """The values of ``parameter`` [V, d], which shows NaN while rows wait for their noise.
+    """The values of ``parameter`` [n, d], which shows NaN while rows wait for their noise.
 
-    ``address``: that of its first number among the trained ones. ``states``: gives what the optimizer has for each
-    parameter, where there is momentum, which is hidden and shown, too.
+    ``address``: that of the table's first number among the trained ones. ``states``: gives what the optimizer has for
+    each parameter, where there is momentum, which is hidden and shown, too. ``share``: which rows these are of the
+    table's ``count``; all methods take them by their numbers here.
     """
 
     def __init__(
@@ -38,10 +40,13 @@ class Table:
         parameter: Parameter,
         address: int,
         noise: GaussianNoise,
-        states: Callable[[], MutableMapping[Parameter, dict[str, Any]]] | None = None,
+        states: Callable[[], MutableMapping[Parameter, dict[str, Any]]] | None,
+        share: Share,
+        count: int,
     ) -> None:
         self.parameter = parameter
         self.address = address
+        self.share, self.count = share, count
         self._noise = noise
         self._states = states
         self._parts = [parameter.data]
@@ -79,8 +84,9 @@ class Table:
         return [self.parameter.data] if self._states is None else [self.parameter.data, self._momentum]
 
     @property
-    def rows(self) -> int:
-        return len(self._mask)
+    def numel(self) -> int:
+        """Return how many numbers the whole table has."""
+        return self.count * self._mask.shape[1]
 
     @property
     def _momentum(self) -> Any:
@@ -162,7 +168,7 @@ class Table:
 
     def places(self, rows: Tensor) -> Tensor:
         """Return the numbers of ``rows`` on its lattice."""
-        return rows + self.address // self._mask.shape[1]
+        return self.share.numbers(rows) + self.address // self._mask.shape[1]
 
     def _add_late(self, state: Sequence[Tensor], rows: Tensor, done: Tensor, history: History) -> None:
         """Do in place to the ``state`` of rows up to date at steps ``done`` what many steps did to some of them."""
@@ -175,7 +181,7 @@ class Table:
         for number, kind in enumerate(("noise", "momentum")[: len(state)]):
             name = self._noise.name(history.steps, f"pending {kind} from {self.address} on")
             for part, line in zip(state[number:], roots[number:], strict=True):
-                add_noise(part, line[number], name, rows, self.address)
+                add_noise(part, line[number], name, self.share.numbers(rows), self.address)
 
 
 Read = Sequence[tuple[Table, Tensor]]
@@ -208,10 +214,10 @@ def bring_up(read: Read, history: History) -> list[Tensor]:
 
 
 def noise_of(step: Step, read: Read) -> list[Tensor]:
-    """Return the noise of a step in these rows of each table, [n, d]: that of their addresses."""
+    """Return the noise of a step in these rows of each table, by their numbers in the whole of it, [n, d]."""
     found = [torch.zeros(0)] * len(read)
     for (width, start), group in _by_lattice(read):
-        drawn = _noise(step, _joined([read[i][0].places(read[i][1]) for i in group]), width, start)
+        drawn = _noise(step, _joined([read[i][1] + read[i][0].address // width for i in group]), width, start)
         for i, part in zip(group, drawn.split([len(read[i][1]) for i in group]), strict=True):
             found[i] = part
     return found

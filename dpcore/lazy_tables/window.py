@@ -104,10 +104,10 @@ class NoiseOfWindows(GaussianNoise):
     What the engine takes for an address is a place in its flat sum. ``tables``: those behind the parameters of windows.
     """
 
-    def __init__(self, noise: GaussianNoise, tables: dict[Parameter, tuple[Window, Table]]) -> None:
+    def __init__(self, noise: GaussianNoise) -> None:
         self.noise = noise
         super().__init__(noise.seed, noise.rank)
-        self.tables = tables
+        self.tables: dict[Parameter, tuple[Window, Table]] = {}
         self.accumulator: Accumulator | None = None
 
     @property
@@ -122,6 +122,10 @@ class NoiseOfWindows(GaussianNoise):
     def serve(self, user: Any) -> None:
         """Let the steps of ``user`` draw."""
         self.noise.serve(user)
+
+    def note_made(self, step: int) -> None:
+        """Note that a step was made."""
+        self.noise.note_made(step)
 
     def _put(self, target: Tensor, std: float, step: int, start: int, add: bool) -> Tensor:
         """Write or add the noise of the places from ``start`` on to ``target``, a vector."""
@@ -140,7 +144,7 @@ class NoiseOfWindows(GaussianNoise):
                 address += param.numel()
                 continue
             window, table = self.tables[param]
-            address += table.parameter.numel()
+            address += table.numel
             if first < last:
                 rows, where, numbers = window.in_places(first, last)
                 read.append((table, rows))

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from dpcore.arguments import check_divisor
-from dpcore.distributed import Ranks, fingerprint, order_of
+from dpcore.distributed import Ranks, order_of
 from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 
@@ -128,10 +128,9 @@ def _whence(module: AbstractGradSampleHooks, param: Parameter) -> str:
 
 
 def check_ranks(optimizer: Any, ranks: Ranks) -> None:
-    """Refuse a step that is not the same on all ranks; weights are compared once after each start."""
-    groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
-    agreed, weights = optimizer.weights_agree, [*optimizer.module._module.parameters()]
-    ranks.agree(
+    """Refuse a step that is not the same on all ranks, or on weights that are not."""
+    groups = [{name: v for name, v in g.items() if name not in ("params", SPENT)} for g in optimizer.param_groups]
+    optimizer.same_weights.agree(
         {
             "the number of steps": optimizer.steps,
             "the number of accumulated batches": optimizer.logical_batch.batches,
@@ -141,15 +140,15 @@ def check_ranks(optimizer: Any, ranks: Ranks) -> None:
             "expected_batch_size": optimizer.expected_batch_size,
             "the optimizer's settings": groups,
             "the batches (their seed, or one that a rank has left out)": _drawn(optimizer.run, ranks),
-            "the weights": None if agreed else fingerprint(optimizer.reduction.alike(weights)),
-        }
+        },
+        ranks,
+        optimizer.reduction,
+        optimizer.module._module.parameters(),
+        optimizer.original_optimizer,
     )
-    if not agreed:
-        optimizer.reduction.check_weights(weights)
     if ranks.draw_one(optimizer.run.loader) and optimizer.run.ledger is not None:
         draws = tuple(batch.draw for batch in optimizer.run.ledger.used)
         ranks.agree_where_known("the draws of the batches of this step", draws if draws and None not in draws else None)
-    optimizer.weights_agree = True
 
 
 def _drawn(run: Any, ranks: Ranks) -> Any:

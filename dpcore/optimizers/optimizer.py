@@ -27,6 +27,7 @@ from dpcore.optimizers.schedules import follow
 from dpcore.optimizers.summed import SummedGrads
 from dpcore.reduction import Reduction, reduction_of
 from dpcore.release import Release
+from dpcore.same_weights import SameWeights
 
 NOISE_HINT = " (make_private_with_epsilon finds it for a budget)"
 StepHook = Callable[["DPOptimizer"], None]
@@ -98,7 +99,7 @@ class DPOptimizer(ClippingOptimizer):
             self.reduction,
         )
         self.noise_multiplier = sigma
-        self.weights_agree = False
+        self.same_weights = SameWeights()
         self.steps = 0
         self.stage: Literal["open", "prepared", "counted"] = "open"
         self.step_hooks: list[StepHook] = []
@@ -207,6 +208,7 @@ class DPOptimizer(ClippingOptimizer):
 
     def count_step(self) -> None:
         """Count the step, whose batch is used from then on, whatever becomes of it."""
+        self.noise.note_made(self.steps)
         self.steps += 1
         self.run.count(self)
         self.run.conclude(self.logical_batch.batches)
@@ -269,7 +271,7 @@ class DPOptimizer(ClippingOptimizer):
         except BaseException:
             for param in shown:
                 param.grad = None
-            self.weights_agree, self.stage = False, "open"  # the other ranks may have made the step
+            self.same_weights.known, self.stage = False, "open"  # the other ranks may have made the step
             raise
 
     def _conclude(self) -> None:

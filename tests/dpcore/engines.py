@@ -54,6 +54,28 @@ def train_by_engine(alone: bool, how: str = "replicated", **options: Any) -> dic
     return {"weights": torch.stack(history), "batches": drawn, "noise": noise}
 
 
+def failed_in_shards() -> dict[str, Any]:
+    """On the last rank alone a loss fails, in the first piece or the last one, or a batch lacks a target."""
+    rank, last = dist.get_rank(), WORLD - 1
+    x, y, _ = data(torch.float32)[rank::WORLD]
+    reports: dict[str, Any] = {}
+    truth = engine_of(held("sharded"), physical_batch_size=3)
+    truth.step(x[:8], y[:8])
+    for what, failing in {"first": 0, "last": 7, "targets": None}.items():
+        engine = engine_of(held("sharded"), physical_batch_size=3)
+        targets = y[:8].clone()
+        if rank == last and failing is not None:
+            targets[failing] = 9  # there is no such class
+        given = targets[:7] if rank == last and failing is None else targets
+        try:
+            engine.step(x[:8], given)
+        except Exception as error:
+            reports[what] = {"said": str(error), "steps": engine.steps}
+        engine.step(x[:8], y[:8])
+        reports[what]["same"] = torch.equal(weights(engine.model), weights(truth.model))
+    return reports
+
+
 def found() -> dict[str, Any]:
     """Engine on copies, in pieces of one plan or of three examples, with a seed and with a secret one."""
     reports: dict[str, Any] = {"same": train_by_engine(False), "pieces": train_by_engine(False, physical_batch_size=3)}
@@ -73,6 +95,7 @@ def found() -> dict[str, Any]:
         reports["steps"] = refusal(lambda: engine.step(x[mine], y[mine]))
         assert torch.equal(weights(engine.model), before) and not engine.accumulator.flat.any()
         if "sharded" in ways():
+            reports["failed"] = failed_in_shards()
             reports["same batch in shards"] = refusal(lambda: engine_of(held("sharded")).step(x[:4], y[:4]))
             model_of_last = held("hybrid")
             if rank + 1 == WORLD:

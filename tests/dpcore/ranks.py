@@ -261,6 +261,12 @@ def check_engine() -> Any:
     return engines.found()
 
 
+def check_loads() -> Any:
+    from tests.dpcore import loads  # which imports this file
+
+    return loads.found()
+
+
 def check_run_again() -> Any:
     from tests.dpcore import run_again  # which imports this file
 

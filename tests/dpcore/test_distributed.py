@@ -35,6 +35,7 @@ CHECKS = [
     "adaptive",
     "generator",
     "engine",
+    "loads",
 ]
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
 """Whether this torch's fully_shard works on a CPU: that of torch 2.6 ends in an AttributeError as it first gathers."""
@@ -281,6 +282,33 @@ def test_engines_that_would_release_more_than_is_said_are_refused(found):
             assert "Two ranks have the same batch" in said["same batch in shards"]
             assert "differ in noise_multiplier" in said["sigma in shards"]
             assert "differ in the weights" in said["unequal copies"]
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
+def test_a_loss_that_fails_on_one_rank_in_shards_is_told_to_all(found):
+    if len(found) == 1:
+        pytest.skip("asked of several ranks")
+    own = {"first": "Target 9 is out of bounds", "last": "Target 9 is out of bounds", "targets": "one row per example"}
+    for rank, report in enumerate(report["engine"]["failed"] for report in found):
+        for what, found_here in report.items():
+            text = own[what] if rank == len(found) - 1 else "failed on another rank, which says why: nothing was"
+            assert text in found_here["said"]
+            assert found_here["steps"] == 0 and found_here["same"]
+
+
+def test_what_one_rank_alone_loads_or_writes_is_refused_where_it_differs(found):
+    """A rank may load other weights and those of before again, as for an evaluation; in shards nobody can tell."""
+    for (how, by, what), report in ((key, r["loads"][key]) for r in found for key in r["loads"]):
+        in_copies = how == "replicated"
+        is_refused = len(found) > 1 and not (in_copies and what == "back")
+        named = {"momenta": "the optimizer's state"}.get(what, "the weights")
+        text = f"differ in {named}: " if in_copies else "A rank has loaded or written its shards"
+        assert [text in said for said in report["said"][:2]] == [is_refused] * 2, (how, by, what, report)
+        assert report["moved"] is not is_refused
+        # Afterwards all have done the same to copies.
+        assert report["said"][2:] == ["nothing was refused"] * 2 or not in_copies, (how, by, what, report)
+        assert report["compared"] == 2  # once per run, the weights and the optimizer's state
+        assert torch.equal(report["weights"], found[0]["loads"][how, by, what]["weights"])
 
 
 def test_what_the_accountant_would_not_count_is_refused(found):

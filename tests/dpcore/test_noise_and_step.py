@@ -10,7 +10,9 @@ from scipy import stats
 from torch import nn
 
 from dpcore import Engine, GaussianNoise, PrivacyError
+from dpcore.grad_sample import GradSampleModule
 from dpcore.noise import SecureNoise, grid_spacing
+from dpcore.optimizers import DPOptimizer
 from tests.dpcore.comparison import odd_loss
 
 
@@ -203,15 +205,55 @@ def test_a_resume_repeats_no_noise_and_skips_none():
     assert torch.equal(torch.cat([start, _released(resumed, 3)]), whole)
 
 
-def test_a_number_of_steps_that_was_set_back_is_refused():
-    """The noise of a secret seed hid one gradient, and would hide another one: their difference has none."""
-    engine = _engine(noise_multiplier=1.0, noise=GaussianNoise())
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_number_of_steps_that_was_set_back_is_refused(seed):
+    """The noise hid one gradient, and would hide another one: their difference has none."""
+    engine = _engine(noise_multiplier=1.0, noise=GaussianNoise(seed))
     _released(engine, 3)
-    engine.steps = 1
-    with pytest.raises(PrivacyError, match="This is step 1, and step 2 of the same run was made"):
-        _released(engine, 1)
+    for number in (0, 2):
+        engine.steps = number
+        with pytest.raises(PrivacyError, match=f"This is step {number}, and step 2 of the same run was made"):
+            _released(engine, 1)
     engine.steps = 3
+    with pytest.raises(ValueError, match="mask"):  # an attempt that fails comes again under its number
+        engine.step(torch.zeros(2, 4), torch.zeros(2), torch.zeros(2))
     _released(engine, 1)
+
+
+def test_an_optimizer_whose_number_of_steps_was_set_back_is_refused():
+    module = GradSampleModule(nn.Linear(2, 1), loss_reduction="sum")
+    optimizer = DPOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=None,
+        generator=torch.Generator().manual_seed(3),
+    )
+
+    def step():
+        optimizer.zero_grad()
+        module(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+
+    step()
+    before = [p.clone() for p in module.parameters()]
+    optimizer.steps = 0
+    with pytest.raises(PrivacyError, match="steps was set back"):
+        step()
+    assert all(map(torch.equal, module.parameters(), before))
+    optimizer.steps = 1
+    step()
+
+
+def test_a_chosen_seed_may_be_repeated_by_a_new_source_or_from_a_state():
+    engine = _engine(noise_multiplier=1.0)
+    state = engine.noise.state_dict()
+    whole = _released(engine, 3)
+    engine.noise.load_state_dict(state)
+    engine.steps = 0
+    assert torch.equal(_released(engine, 3), whole)
+    engine.noise, engine.steps = GaussianNoise(int(state["seed"])), 0
+    assert torch.equal(_released(engine, 3), whole)
 
 
 def test_secure_noise_is_normal_fresh_and_independent():
