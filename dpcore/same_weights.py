@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -74,8 +75,10 @@ def check_none_alone(told: Sequence[Sequence[int]]) -> None:
 
 def _state_of(optimizer: Any, param: Any) -> list[Tensor]:
     """Return the tensors that an optimizer keeps of a parameter, of this rank."""
-    kept = getattr(optimizer, "state", {}).get(param, {})
-    return [_local(value) for _, value in sorted(kept.items()) if isinstance(value, Tensor)]
+    states = getattr(optimizer, "state", None)
+    kept = states.get(param) if isinstance(states, Mapping) else None
+    found = [kept[name] for name in sorted(kept, key=str)] if isinstance(kept, Mapping) else []
+    return [_local(value) for value in found if isinstance(value, Tensor) and value.layout == torch.strided]
 
 
 def _writes(tensor: Any) -> int:

@@ -46,8 +46,7 @@ class DPOptimizer(ClippingOptimizer):
         loss_reduction: As the module's, "mean" or "sum"; a loss that is summed over the batch is not divided.
         generator: Seeds the noise.
         secure_mode: Whether the noise comes from the operating system.
-        module: The recorder of the gradients (a :class:`GradSampleModule` or hooks); found by its parameters where not
-            given.
+        module: The recorder of the gradients (:class:`GradSampleModule` or hooks); None finds it by its parameters.
         noise: A source of noise, in place of ``generator`` and ``secure_mode``.
         factors: The clipping rule, ``factors(norms, C)``, without state: it is called several times for a batch.
         ranks: The processes that train the module together, each on examples of its own.
