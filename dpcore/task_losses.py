@@ -13,6 +13,7 @@ from dpcore.arguments import number_of
 from dpcore.checkpoint import RandomState
 from dpcore.errors import UnsupportedError
 from dpcore.microbatch.pieces import cut
+from dpcore.processes import shards
 from dpcore.tree import batch_length
 
 IGNORED = -100
@@ -107,14 +108,8 @@ def check_auxiliary(model: Any, outputs: Any = None) -> None:
         )
 
 
-def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any, most: int) -> bool:
+def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any) -> bool:
     """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
-
-    Args:
-        trainer: Has the losses.
-        model: The model.
-        inputs: A batch.
-        most: How many of its examples are looked at, so many at a time as :data:`COMPARED` says.
 
     Returns:
         Whether there were enough.
@@ -123,6 +118,7 @@ def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any, most: int) -> 
         UnsupportedError: an example's loss is another one beside others.
     """
     length = batch_length(inputs)
+    most = COMPARED if shards(trainer.accelerator) else 4 * COMPARED  # in shards all processes make as many passes
     for start in range(0, min(length, most), COMPARED):
         if length - start > 1:
             _check_some(trainer, model, cut(inputs, slice(start, start + COMPARED)))

@@ -27,7 +27,6 @@ from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.processes import check_drawn, check_processes, joined, logical_loader, put_in_shards, shards
 from dpcore.task_losses import (
-    COMPARED,
     IGNORED,
     base_of,
     check_auxiliary,
@@ -288,14 +287,9 @@ class DPTrainerMixin:
         model.eval()
         try:
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                return LOOKS * check_own_loss(trainer, model, inputs) if ours else self._compare_losses(model, inputs)
+                return LOOKS * check_own_loss(trainer, model, inputs) if ours else check_kept_apart(self, model, inputs)
         finally:
             random.restore()
-
-    def _compare_losses(self, model: nn.Module, inputs: Any) -> bool:
-        trainer: Any = self
-        # Of a sharded model all processes have to make as many passes.
-        return check_kept_apart(trainer, model, inputs, COMPARED if shards(trainer.accelerator) else 4 * COMPARED)
 
     # ---- checkpoints
 
