@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpcore.arguments import number_of
 from dpcore.checkpoint import RandomState
 from dpcore.errors import UnsupportedError
 from dpcore.microbatch.pieces import cut
@@ -106,8 +107,8 @@ def check_auxiliary(model: Any, outputs: Any = None) -> None:
         )
 
 
-def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any) -> bool:
-    """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
+def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any, in_shards: bool) -> bool:
+    """Compare the losses of a few examples at a time with those of half of them alone, where these repeat themselves.
 
     Returns:
         Whether there were enough.
@@ -115,11 +116,18 @@ def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any) -> bool:
     Raises:
         UnsupportedError: an example's loss is another one beside others.
     """
-    base = trainer.accelerator.unwrap_model(model)
-    rows = min(batch_length(inputs), COMPARED)
+    length = batch_length(inputs)
+    most = COMPARED if in_shards else 4 * COMPARED  # there all processes make as many passes
+    for start in range(0, min(length, most), COMPARED):
+        if length - start > 1:
+            _check_some(trainer, model, cut(inputs, slice(start, start + COMPARED)))
+    return length > 1
+
+
+def _check_some(trainer: Any, model: nn.Module, inputs: Any) -> None:
+    """UnsupportedError where the losses of the first half of these examples are others beside the rest."""
+    base, rows = trainer.accelerator.unwrap_model(model), batch_length(inputs)
     half = rows // 2
-    if not half:
-        return False
 
     def losses(count: int) -> Tensor:
         some = cut(inputs, slice(0, count))
@@ -129,16 +137,15 @@ def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any) -> bool:
     random = RandomState.now()
     beside, again, alone = losses(rows), losses(rows), losses(half)
     if beside.shape != (rows,) or not torch.equal(beside, again):
-        return True  # which compute_loss refuses, or which draws random numbers in evaluation mode
+        return  # which compute_loss refuses, or which draws random numbers in evaluation mode
     tolerance = 5e-2 if trainer.args.bf16 or {p.dtype for p in model.parameters()} & {*HALF} else 1e-3
     if bool(((beside[:half] - alone).abs() > tolerance * beside.abs().max()).any()):
         raise UnsupportedError(
-            f"{type(trainer).__name__}.per_example_losses gives the first {half} examples the losses {alone.tolist()} "
-            f"by themselves, and {beside[:half].tolist()} beside {rows - half} others: it mixes the examples, and "
-            "no clipping would bound what one of them does. Return losses each of which is of one example's own "
-            "outputs and labels."
+            f"{type(trainer).__name__}.per_example_losses gives {number_of(half, 'example')} the losses "
+            f"{alone.tolist()} without others, and {beside[:half].tolist()} beside {rows - half} others: it mixes the "
+            "examples, and no clipping would bound what one of them does. Return losses each of which is of one "
+            "example's own outputs and labels."
         )
-    return True
 
 
 def check_own_loss(trainer: Any, model: nn.Module, inputs: Any) -> bool:

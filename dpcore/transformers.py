@@ -54,6 +54,8 @@ try:
 except ImportError as error:
     raise ImportError("dpcore.transformers needs transformers; install it with: pip install transformers") from error
 
+LOOKS = 3
+"""Batches in which a loss of the user's is looked at, whose choice among examples may by chance be the same in one."""
 STATE = "privacy.pt"
 """The file of accountant, noise and batches in each of the Trainer's checkpoints."""
 
@@ -105,7 +107,7 @@ class DPTrainerMixin:
         self._cutter: PiecewiseLoader | None = None
         self._trained: nn.Module | None = None  # what the three were made of
         self._data: Any = None
-        self._knows_loss = False
+        self._looks = 0  # at the loss, of LOOKS
         keep_checkpoints_between_batches(trainer)
         trainer.callback_handler.callbacks.insert(0, Rounds(trainer))  # before all that read the epoch
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
@@ -162,10 +164,9 @@ class DPTrainerMixin:
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
         # Every pass of a sharded model gathers weights from all processes, so that all look, or none.
         together = self._private_optimizer.ranks if shards(trainer.accelerator) else None
-        if not self._knows_loss and (rows if together is None else together.least(rows) > 1):
-            self._knows_loss = self._check_loss(model, inputs)
-            if together is not None:
-                self._knows_loss = bool(together.least(self._knows_loss))
+        if self._looks < LOOKS and (rows if together is None else together.least(rows) > 1):
+            looks = self._check_loss(model, inputs)
+            self._looks += looks if together is None else int(together.least(looks))
         model.train()
         # One without a schedule is told, as the Trainer's own step does.
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -272,21 +273,22 @@ class DPTrainerMixin:
                 "for, so its gradients would be neither clipped nor noised. Change trainer.model before train() only."
             )
 
-    def _check_loss(self, model: nn.Module, inputs: Any) -> bool:
-        """Look at the loss of some examples before it is trained; return whether it is known now.
+    def _check_loss(self, model: nn.Module, inputs: Any) -> int:
+        """Look at the loss of some examples before it is trained; return as how many looks that counts.
 
         Raises:
             UnsupportedError: it is another one than the model's own, or one of the user's mixes the examples.
         """
         if getattr(self.compute_loss, "__func__", None) is not DPTrainerMixin.compute_loss:
-            return True  # of which nothing tells the examples' own losses
+            return LOOKS  # nothing tells the examples' own losses
         ours = getattr(self.per_example_losses, "__func__", None) is DPTrainerMixin.per_example_losses
         trainer: Any = self
         random = RandomState.now()
         model.eval()
         try:
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                return (check_own_loss if ours else check_kept_apart)(trainer, model, inputs)
+                looked = None if ours else check_kept_apart(trainer, model, inputs, shards(trainer.accelerator))
+                return LOOKS * check_own_loss(trainer, model, inputs) if looked is None else looked
         finally:
             random.restore()
 
@@ -351,7 +353,7 @@ class DPTrainerMixin:
         assert self._private_optimizer is not None
         trainer.optimizer = self._private_optimizer
         self._trained, self._data = trainer.model, trainer.train_dataset
-        self._knows_loss = False
+        self._looks = 0
         self._cutter = PiecewiseLoader(self._private_loader, self._piece, self._private_optimizer)
 
     def _epochs(self, steps: int) -> float:
