@@ -13,7 +13,6 @@ from dpcore.arguments import number_of
 from dpcore.checkpoint import RandomState
 from dpcore.errors import UnsupportedError
 from dpcore.microbatch.pieces import cut
-from dpcore.processes import shards
 from dpcore.tree import batch_length
 
 IGNORED = -100
@@ -108,8 +107,8 @@ def check_auxiliary(model: Any, outputs: Any = None) -> None:
         )
 
 
-def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any) -> bool:
-    """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
+def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any, in_shards: bool) -> bool:
+    """Compare the losses of a few examples at a time with those of half of them alone, where these repeat themselves.
 
     Returns:
         Whether there were enough.
@@ -118,7 +117,7 @@ def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any) -> bool:
         UnsupportedError: an example's loss is another one beside others.
     """
     length = batch_length(inputs)
-    most = COMPARED if shards(trainer.accelerator) else 4 * COMPARED  # in shards all processes make as many passes
+    most = COMPARED if in_shards else 4 * COMPARED  # there all processes make as many passes
     for start in range(0, min(length, most), COMPARED):
         if length - start > 1:
             _check_some(trainer, model, cut(inputs, slice(start, start + COMPARED)))

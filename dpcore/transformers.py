@@ -287,7 +287,8 @@ class DPTrainerMixin:
         model.eval()
         try:
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                return LOOKS * check_own_loss(trainer, model, inputs) if ours else check_kept_apart(self, model, inputs)
+                looked = None if ours else check_kept_apart(trainer, model, inputs, shards(trainer.accelerator))
+                return LOOKS * check_own_loss(trainer, model, inputs) if looked is None else looked
         finally:
             random.restore()
 

@@ -94,7 +94,7 @@ class Stretches:
             gc.freeze()  # what was built stays: the collections between turns do not go through it again
         self.line.ask("turn", epoch=epoch, done=done, weights=hash_of(self.weights))
         timed_steps(self.adapter, uncounted)
-        if is_first:  # a library's own copies need pages, too: its second reading of 64 MB took 0.15 s longer than others
+        if is_first:  # a library's own copies need pages, too: its second reading of 64 MB took 0.15 s longer
             self.readings = [copies(self.adapter, held) for held in self.readings]
 
     def finish(self) -> None:
