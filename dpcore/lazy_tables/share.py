@@ -50,10 +50,10 @@ class Share:
         """Return the values of all ``rows`` of each table, of which each rank has those that it holds."""
         if self.ranks is None:
             return list(values)
-        whole = [torch.empty(len(of), here.shape[1]) for of, here in zip(rows, values, strict=True)]
+        whole = [here.new_empty(len(of), here.shape[1]) for of, here in zip(rows, values, strict=True)]
         places = [[Share(rank, self.size).places(of) for of in rows] for rank in range(self.size)]
         counts = [[len(at) * of.shape[1] for at, of in zip(of_rank, whole, strict=True)] for of_rank in places]
-        mine = torch.zeros(max(map(sum, counts)), device=self.ranks.device)
+        mine = torch.zeros(max(map(sum, counts)), dtype=values[0].dtype, device=self.ranks.device)
         mine[: sum(counts[self.rank])] = torch.cat([of.reshape(-1) for of in values])
         for at_rank, of_rank, count in zip(places, self.ranks.stacked(mine).cpu(), counts, strict=True):
             for table, at, part in zip(whole, at_rank, of_rank[: sum(count)].split(count), strict=True):
