@@ -32,7 +32,7 @@ class Size:
 # gathered between pieces, and what a review of these found. Then for correlated noise on ranks, tables of which each
 # rank holds a share, weights that one rank alone loads, and counts of passes that pieces find alike, with their tests.
 LIMITS = {
-    "harness": Size(lines=39_032, long_classes=0, long_files=0),
+    "harness": Size(lines=39_030, long_classes=0, long_files=0),
     "dpcore": Size(lines=37_097, long_classes=0, long_files=0),
     "dpcore/opacus_names": Size(lines=1_217, long_classes=0, long_files=0),
     "frameworks": Size(lines=6_730, long_classes=0, long_files=0),

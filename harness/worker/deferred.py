@@ -91,8 +91,6 @@ class Stretches:
         gc.collect()
         if not self.in_turn:
             gc.freeze()  # what was built stays: the collections between turns do not go through it again
-            # A library's own copies need pages, too: an early reading of 64 MB took 0.15 s longer than all behind it.
-            self.readings = [copies(self.adapter, held) for held in self.readings]
         self.in_turn = True
         self.line.ask("turn", epoch=epoch, done=done, weights=hash_of(self.weights))
         timed_steps(self.adapter, uncounted)
